@@ -1,6 +1,6 @@
-"""A request is sent to one upstream, and its answer read: its body as it comes, watched, metered into the request's
-trace, and searched for a secret of the gateway. What goes wrong with a connection becomes an error of ours here, and
-reported to upstream.py.
+"""A request is sent to one upstream, and its answer read: its body as it comes, metered into the request's trace, and
+searched for a secret of the gateway. What goes wrong with a connection becomes an error of ours here, and is reported
+to upstream.py.
 """
 
 from __future__ import annotations
@@ -8,22 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 import aiohttp
 
-from engine.protocol import Lane
-from gateway.config import UpstreamSettings
 from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import UpstreamRequest
-from gateway.upstreams.connections import AttemptFailed, read_some
-from gateway.upstreams.metering import Meter, decoded
+from gateway.upstreams.connections import AttemptFailed, bound_idle, deadline_s, read_some
+from gateway.upstreams.metering import Meter
 from gateway.upstreams.redaction import QuotedError, retry_after_s, visible
 from gateway.upstreams.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
-Clock = Callable[[], float]
+_DECODED = ("gzip", "deflate", "br", "zstd")
+"""Encodings that aiohttp takes off. No request wants them; some hosts use them all the same."""
 
 
 async def open_answer(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes) -> Answer:
@@ -43,45 +42,75 @@ async def open_answer(upstream: Upstream, request: UpstreamRequest, model: str, 
     return answer
 
 
+async def _send(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes) -> Answer:
+    latest_s = deadline_s(request, upstream.settings)
+    until_s = min(time.monotonic() + upstream.settings.first_byte_timeout_s, latest_s)
+    response: aiohttp.ClientResponse | None = None
+    try:
+        async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
+            response = await upstream.connections.send(request, model, body)
+            _check(upstream, response.status)
+            first = await read_some(response)
+        return Answer(upstream, response, first, request)
+    except BaseException as error:
+        if response is not None:
+            response.close()
+        if isinstance(error, QuotedError | aiohttp.ClientError | OSError):
+            raise _failure(upstream.name, error, until_s == latest_s) from None
+        raise
+
+
 class Answer:
     """An answer whose first bytes are there. Has to be closed, and may be several times."""
 
-    def __init__(self, upstream: Upstream, response: aiohttp.ClientResponse, first: bytes, lane: Lane) -> None:
+    def __init__(
+        self, upstream: Upstream, response: aiohttp.ClientResponse, first: bytes, request: UpstreamRequest
+    ) -> None:
+        """Raises QuotedError."""
         self._upstream = upstream
-        self._lane = lane
+        self._request = request
         self._response = response
-        self._first = first
-        self._encoding = response.headers.get("Content-Encoding", "").strip().lower()
         self._open = True
         self.status = response.status
+        self._filter = upstream.secrets.filter()
+        self._first = self._filter.feed(first) if self.status < 400 else first
         self.headers = visible(response.headers.items(), upstream.secrets)
-        self.retry_after_s = retry_after_s(response.headers) if response.status >= 400 else None
+        if response.headers.get("Content-Encoding", "").lower() in _DECODED:
+            self.headers = without(self.headers, "content-encoding", "content-length")
+        self.retry_after_s = retry_after_s(response.headers) if self.status >= 400 else None
         self.final = response.headers.get("x-should-retry", "").lower() == "false"  # the upstream wants no retry
+        bound_idle(response, upstream.settings.idle_timeout_s)
 
     @property
-    def is_plain_stream(self) -> bool:
-        """Server-sent events that are not compressed."""
-        return self._response.content_type == "text/event-stream" and self._encoding in ("", "identity")
+    def is_stream(self) -> bool:
+        """Server-sent events."""
+        return self._response.content_type == "text/event-stream"
 
-    async def chunks(self, request: UpstreamRequest, *, hides_usage: bool = False) -> AsyncGenerator[bytes, None]:
+    async def chunks(self, *, hides_usage: bool = False) -> AsyncGenerator[bytes, None]:
         """The body as it comes, metered into the request's trace; nothing of it with a key of ours. Ids of what the
         upstream keeps are reported before the client has them: of an answer that is no stream the last bytes wait until
         then. `hides_usage`: without the event that tells the usage. Raises UpstreamLostError."""
-        upstream, secrets = self._upstream, self._upstream.secrets.filter()
-        meter = self._meter(request, hides_usage=hides_usage)
-        watch, last = self._watch(request), b""
+        upstream, request, settings = self._upstream, self._request, self._upstream.settings
+        meter = Meter(
+            settings.dialect,
+            is_stream=self.is_stream,
+            max_bytes=settings.max_metered_bytes,
+            hides_usage=hides_usage,
+            finds_ids=request.made is not None and self.status == 200,
+        )
+        ready, last = meter.feed(self._first), b""
         try:
-            chunk = self._first
-            while chunk:
-                ready = secrets.feed(meter.feed(chunk))
+            while True:
                 if meter.reads_whole:
                     ready, last = last, ready
-                await self._report_ids(request, meter)
+                await self._report_ids(meter)
                 if ready:
                     yield ready
-                chunk = await self._next_chunk(watch)
-            ready = last + secrets.feed(meter.end()) + secrets.rest()
-            await self._report_ids(request, meter)
+                if not (chunk := await self._next_chunk()):
+                    break
+                ready = meter.feed(self._filter.feed(chunk))
+            ready = last + meter.feed(self._filter.rest()) + meter.end()
+            await self._report_ids(meter)
             if self.status < 400:
                 upstream.breaker.succeeded()
             if ready:
@@ -95,77 +124,54 @@ class Answer:
             error.between_events = meter.between_events
             raise
         finally:
-            watch.close()
-            self._settle(request, meter)
+            self._settle(meter)
             self.close()
 
-    async def whole(self, request: UpstreamRequest, max_bytes: int) -> bytes:
-        """The body of an error, cut to a limit. Raises AttemptFailed when it does not come, or quotes a secret of ours,
-        or cannot be searched for one."""
-        body, chunk, watch, secrets = b"", self._first, self._watch(request), self._upstream.secrets
+    async def whole(self, max_bytes: int) -> bytes:
+        """The body of an error, cut to a limit. Raises AttemptFailed when it does not come, or quotes a secret of
+        ours."""
+        body, chunk = b"", self._first
         try:
             while chunk and len(body) < max_bytes:
                 body += chunk
-                chunk = await self._next_chunk(watch)
+                chunk = await self._next_chunk()
         except UpstreamLostError as error:
             raise AttemptFailed("lost", error.message, again=True) from None
         finally:
-            watch.close()
             self.close()
-        body = body[:max_bytes]
-        plain = decoded(body, self._encoding, max_bytes) if secrets.is_any else body
-        if plain is None or secrets.is_quoted(plain):
+        if self._upstream.secrets.is_quoted(body):
             raise quoting(self._upstream.name)
-        return body
+        return body[:max_bytes]
 
     def close(self) -> None:
         """Gives the connection back, or closes it when the answer has not come to its end."""
         if self._open:
             self._open = False
             self._response.close()
-            self._upstream.slots.ended(self._lane)
+            self._upstream.slots.ended(self._request.lane)
 
-    def _meter(self, request: UpstreamRequest, *, hides_usage: bool) -> Meter:
-        settings = self._upstream.settings
-        return Meter(
-            settings.dialect,
-            media_type=self._response.content_type,
-            encoding=self._encoding,
-            max_bytes=settings.max_metered_bytes,
-            hides_usage=hides_usage,
-            finds_ids=request.made is not None and self.status == 200,
-        )
+    async def _report_ids(self, meter: Meter) -> None:
+        while meter.ids and self._request.made is not None:
+            await self._request.made(self._upstream.name, meter.ids.pop(0))
 
-    async def _report_ids(self, request: UpstreamRequest, meter: Meter) -> None:
-        while meter.ids and request.made is not None:
-            await request.made(self._upstream.name, meter.ids.pop(0))
-
-    def _watch(self, request: UpstreamRequest) -> Watch:
-        def give_up() -> None:
-            self._response.content.set_exception(TimeoutError())
-
-        settings = self._upstream.settings
-        return Watch(settings.idle_timeout_s, deadline_s(request, settings), give_up)
-
-    async def _next_chunk(self, watch: Watch) -> bytes:
+    async def _next_chunk(self) -> bytes:
         """Empty at the end. Raises UpstreamLostError."""
         upstream = self._upstream
         try:
-            with watch:
-                return await read_some(self._response)
-        except TimeoutError:
-            if watch.over:
-                raise too_late(upstream.name) from None
+            return await read_some(self._response)
+        except aiohttp.SocketTimeoutError:
             upstream.failed("timeout")
             raise UpstreamTimeoutError(f"Upstream {upstream.name} stopped in the middle of its answer.") from None
+        except TimeoutError:
+            raise too_late(upstream.name) from None
         except (aiohttp.ClientError, OSError):
             upstream.failed("lost")
             raise UpstreamLostError(f"Upstream {upstream.name} ended in the middle of its answer.") from None
 
-    def _settle(self, request: UpstreamRequest, meter: Meter) -> None:
-        if not request.metered or self.status >= 300:
+    def _settle(self, meter: Meter) -> None:
+        if not self._request.metered or self.status >= 300:
             return
-        trace, tokens = request.trace, meter.tokens()
+        trace, tokens = self._request.trace, meter.tokens()
         if tokens is None or tokens.is_absurd:
             self._upstream.has_no_usage(absurd=tokens is not None)
             trace.untold = True
@@ -175,65 +181,9 @@ class Answer:
         trace.cache_write_tokens, trace.lease_writes = tokens.cache_write, tokens.writes
 
 
-class Watch:
-    """Over the waits for the chunks of one answer: one timer for all of them, because a timer for each costs more than
-    passing the chunk on. A context manager, entered for each wait. Calls `give_up` once, when a wait has lasted for
-    `idle_s`, or beyond `until_s` of the clock. Time between waits does not count: while a client reads slowly, the
-    upstream is not slow."""
-
-    def __init__(
-        self, idle_s: float, until_s: float, give_up: Callable[[], None], *, clock: Clock = time.monotonic
-    ) -> None:
-        self._idle_s = idle_s
-        self._until_s = until_s
-        self._give_up = give_up
-        self._clock = clock
-        self._since_s: float | None = None  # when the wait began that is going on
-        self._look()
-
-    def __enter__(self) -> None:
-        self._since_s = self._clock()
-
-    def __exit__(self, *exc: object) -> None:
-        self._since_s = None
-
-    @property
-    def over(self) -> bool:
-        """Whether all time is over, and not that of one wait alone."""
-        return self._clock() >= self._until_s
-
-    def close(self) -> None:
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        """Now, and again as soon as a wait can have lasted too long."""
-        now_s = self._clock()
-        since_s = now_s if self._since_s is None else self._since_s
-        left_s = min(since_s + self._idle_s, self._until_s) - now_s
-        if left_s <= 0 and self._since_s is not None:
-            self._give_up()
-            return
-        self._timer = asyncio.get_running_loop().call_later(left_s if left_s > 0 else self._idle_s, self._look)
-
-
-async def _send(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes) -> Answer:
-    latest_s = deadline_s(request, upstream.settings)
-    until_s = min(time.monotonic() + upstream.settings.first_byte_timeout_s, latest_s)
-    response: aiohttp.ClientResponse | None = None
-    try:
-        async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
-            response = await upstream.connections.send(request, model, body)
-            _check(upstream, response.status)
-            first = await read_some(response)
-        if response.status < 400 and upstream.secrets.is_key_quoted(first):
-            raise quoting(upstream.name)
-    except BaseException as error:
-        if response is not None:
-            response.close()
-        if isinstance(error, aiohttp.ClientError | OSError):
-            raise _failure(upstream.name, error, until_s == latest_s) from None
-        raise
-    return Answer(upstream, response, first, request.lane)
+def without(headers: tuple[tuple[str, str], ...], *names: str) -> tuple[tuple[str, str], ...]:
+    """The headers but these, which are named in small letters."""
+    return tuple(item for item in headers if item[0].lower() not in names)
 
 
 def _check(upstream: Upstream, status: int) -> None:
@@ -249,6 +199,8 @@ def _check(upstream: Upstream, status: int) -> None:
 
 
 def _failure(name: str, error: Exception, is_deadline: bool) -> Exception:
+    if isinstance(error, QuotedError):
+        return quoting(name)
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return AttemptFailed("connect", f"{name} cannot be reached", again=True)
     if isinstance(error, TimeoutError):
@@ -258,13 +210,8 @@ def _failure(name: str, error: Exception, is_deadline: bool) -> Exception:
     return AttemptFailed("lost", f"{name} ended without an answer", again=True)
 
 
-def deadline_s(request: UpstreamRequest, settings: UpstreamSettings) -> float:
-    """By when its answer has to be there as a whole, by the monotonic clock."""
-    return min(request.deadline_s, request.received_s + settings.timeout_s)
-
-
 def too_late(name: str) -> UpstreamTimeoutError:
-    """The error when it is not; no other upstream is tried."""
+    """The error when all the time that an answer may take is over; no other upstream is tried."""
     limits = "server.request_timeout_s, upstreams.timeout_s"
     error = UpstreamTimeoutError(f"The answer of upstream {name} took longer than it may ({limits}).")
     error.for_good = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, Literal, cast
@@ -128,6 +129,20 @@ def _fail_when_closed(response: aiohttp.ClientResponse) -> None:
     response.content.on_eof(forget)  # the connection outlives the answer
 
 
+def bound_idle(response: aiohttp.ClientResponse, timeout_s: float) -> None:
+    """From now on no read waits longer for the next bytes; aiohttp.SocketTimeoutError ends it. While nothing is read,
+    because the client is slow, no time counts."""
+    connection = response.connection
+    if connection is not None and connection.protocol is not None:
+        connection.protocol.read_timeout = timeout_s
+        connection.protocol.start_timeout()
+
+
+def deadline_s(request: UpstreamRequest, settings: UpstreamSettings) -> float:
+    """By when its answer has to be there as a whole, by the monotonic clock."""
+    return min(request.deadline_s, request.received_s + settings.timeout_s)
+
+
 class Connections:
     """Made before the event loop runs; they are opened when they are wanted."""
 
@@ -151,6 +166,9 @@ class Connections:
             data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
             headers={**own, **joined(request.headers), **self._headers},
             allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(
+                total=deadline_s(request, self._settings) - time.monotonic(), connect=self._settings.connect_timeout_s
+            ),
         )
         _fail_when_closed(response)
         return response
@@ -196,9 +214,7 @@ class Connections:
             limit = settings.max_connections if lane == "online" else settings.batch_slots
             self._sessions[lane] = aiohttp.ClientSession(
                 connector=_Connector(limit=limit, keepalive_timeout=60.0),
-                timeout=aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
                 proxy=self._proxy,
                 max_line_size=MAX_HEADER_BYTES,
                 max_field_size=MAX_HEADER_BYTES,

@@ -1,17 +1,14 @@
 """Reads an answer's bytes while they pass: its usage, and the ids of what the upstream keeps of it. Never raises: what
 cannot be read is not metered. Pure.
 
-Of a stream of events that is not compressed whole events alone pass on, so that an answer that breaks off can end with
-an error event; one that tells a usage for which the gateway asked, and not the client, is left out. All other bytes
-pass as they came.
+Of a stream whole events alone pass on, so that an answer that breaks off can end with an error event; one that tells a
+usage for which the gateway asked, and not the client, is left out. All other bytes pass as they came.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import zlib
-from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
@@ -19,7 +16,6 @@ import orjson
 from gateway.upstreams.stored import created_ids
 from gateway.upstreams.usage import MARKS, Counts, Tokens, note, tokens
 
-_GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
 _EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 _ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
@@ -87,38 +83,28 @@ class Meter:
     """Of one answer."""
 
     def __init__(
-        self,
-        dialect: str,
-        *,
-        media_type: str,
-        encoding: str,
-        max_bytes: int,
-        hides_usage: bool = False,
-        finds_ids: bool = False,
+        self, dialect: str, *, is_stream: bool, max_bytes: int, hides_usage: bool = False, finds_ids: bool = False
     ) -> None:
         """
-        media_type   of the answer, without parameters: server-sent events, or else JSON
-        encoding     its Content-Encoding; nothing is read out of one that is not known
+        is_stream    the answer is server-sent events, or else JSON
         max_bytes    of a whole answer or of an event; a larger one is passed over
-        hides_usage  the event that tells the usage of a plain stream is not for the client
+        hides_usage  the event that tells the usage of a stream is not for the client
         finds_ids    `ids` are wanted
         """
         self.ids: list[str] = []  # of what the upstream keeps, each once; for the caller to take out
         self._known_ids = set[str]()
         self._dialect = dialect
         self._counts: Counts = {}
-        self._decode = _decoder(encoding, max_bytes)
-        self._events = Events(max_bytes) if media_type == "text/event-stream" else None
+        self._events = Events(max_bytes) if is_stream else None
         self._whole = bytearray()
         self._max_bytes = max_bytes
         self._finds_ids = finds_ids
-        self._is_plain_stream = self._events is not None and self._decode is _as_it_is
-        self._hides_usage = hides_usage and self._is_plain_stream
+        self._hides_usage = hides_usage
 
     @property
     def between_events(self) -> bool:
         """Whether what passed on ends where an event does, so that one may be added."""
-        return self._is_plain_stream and self._events is not None and not self._events.has_passed_part
+        return self._events is not None and not self._events.has_passed_part
 
     @property
     def reads_whole(self) -> bool:
@@ -127,18 +113,12 @@ class Meter:
 
     def feed(self, chunk: bytes) -> bytes:
         """The next bytes, cut anywhere. Returns what passes on now."""
-        try:
-            plain = self._decode(chunk)
-        except zlib.error:
-            self._decode = _nothing
-            return chunk
         if self._events is None:
-            self._add(plain)
+            self._add(chunk)
             return chunk
-        if plain.endswith(b"\n\n") and self._events.between and not self._is_of_interest(plain):
+        if chunk.endswith(b"\n\n") and self._events.between and not self._is_of_interest(chunk):
             return chunk  # whole events, as nearly all chunks are, and none of them is read
-        events = [event for event in self._events.feed(plain) if not (self._read(event) and self._hides_usage)]
-        return b"".join(events) if self._is_plain_stream else chunk
+        return b"".join(event for event in self._events.feed(chunk) if not (self._read(event) and self._hides_usage))
 
     def end(self) -> bytes:
         """The answer has come to its end. Returns what has not passed on."""
@@ -147,17 +127,16 @@ class Meter:
             self._whole.clear()
             return b""
         rest = self._events.rest()
-        hidden = self._read(rest) and self._hides_usage
-        return rest if self._is_plain_stream and not hidden else b""
+        return b"" if self._read(rest) and self._hides_usage else rest
 
     def tokens(self) -> Tokens | None:
         """The usage, of an answer that broke off as well."""
         self.end()
         return tokens(self._counts, self._dialect)
 
-    def _add(self, plain: bytes) -> None:
-        if len(self._whole) + len(plain) <= self._max_bytes:
-            self._whole += plain
+    def _add(self, chunk: bytes) -> None:
+        if len(self._whole) + len(chunk) <= self._max_bytes:
+            self._whole += chunk
         else:
             self._whole.clear()
             self._max_bytes = 0
@@ -183,30 +162,3 @@ class Meter:
             if found not in self._known_ids and _ID.fullmatch(found):
                 self._known_ids.add(found)
                 self.ids.append(found)
-
-
-def decoded(body: bytes, encoding: str, max_bytes: int) -> bytes | None:
-    """The beginning of a body, `max_bytes` of it at most; None for an encoding that is not known, or not what it says
-    it is."""
-    decode = _decoder(encoding, max_bytes)
-    try:
-        return None if decode is _nothing else decode(body)
-    except zlib.error:
-        return None
-
-
-def _decoder(encoding: str, max_bytes: int) -> Callable[[bytes], bytes]:
-    if encoding in ("", "identity"):
-        return _as_it_is
-    if encoding in ("gzip", "x-gzip", "deflate"):
-        inflate = zlib.decompressobj(_GZIP_OR_ZLIB)
-        return lambda chunk: inflate.decompress(chunk, max_bytes)
-    return _nothing
-
-
-def _as_it_is(chunk: bytes) -> bytes:
-    return chunk
-
-
-def _nothing(chunk: bytes) -> bytes:
-    return b""

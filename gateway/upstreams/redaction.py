@@ -110,18 +110,9 @@ class Secrets:
         self._keys = _written(access)
         self._all = _written([*access, *headers.values()])
 
-    @property
-    def is_any(self) -> bool:
-        """Whether there is something to hide."""
-        return bool(self._all)
-
     def is_quoted(self, text: bytes) -> bool:
         """Whether any secret is in it."""
         return any(secret in text for secret in self._all)
-
-    def is_key_quoted(self, text: bytes) -> bool:
-        """Whether one is in it that gives access."""
-        return any(secret in text for secret in self._keys)
 
     def filter(self) -> SecretFilter:
         """A filter for one answer."""

@@ -36,7 +36,7 @@ from gateway.errors import (
 )
 from gateway.tasks import cancel, off_loop, spawn
 from gateway.types import UpstreamAnswer, UpstreamRequest
-from gateway.upstreams.answer import Answer, open_answer
+from gateway.upstreams.answer import Answer, open_answer, without
 from gateway.upstreams.bodies import body_for
 from gateway.upstreams.connections import AttemptFailed
 from gateway.upstreams.routes import Route, Routes
@@ -185,45 +185,38 @@ class Upstreams:
     async def _attempt(
         self, request: UpstreamRequest, route: Route, closing: ExitStack, *, others: bool
     ) -> UpstreamAnswer:
-        """One upstream, in a slot where one is needed. Raises AttemptFailed when it never answered, QueueFullError and
-        DeadlineError when an online request got no slot."""
+        """One upstream, in a slot where one is needed, as often as it may be tried. Raises AttemptFailed when it never
+        answered, QueueFullError and DeadlineError when an online request got no slot."""
         upstream = self._by_name[route.upstream]
+        settings = upstream.settings
         with ExitStack() as slot:
             request = await upstream.take_slot(request, slot, others=others)
-            answer = await self._retry(request, route, upstream, closing, others=others)
-            if answer.status < 400:  # its body is still to come
-                closing.enter_context(slot.pop_all())
-            return answer
-
-    async def _retry(
-        self, request: UpstreamRequest, route: Route, upstream: Upstream, closing: ExitStack, *, others: bool
-    ) -> UpstreamAnswer:
-        """One upstream, as often as it may be tried. Raises AttemptFailed when it never answered."""
-        settings = upstream.settings
-        body, hides_usage, hint = await off_loop(
-            request.work, lambda: body_for(request, route, settings, upstream.seen)
-        )
-        upstream.hints += hint
-        last: UpstreamAnswer | None = None
-        for attempt in range(settings.retries + 1):
-            again = attempt < settings.retries
-            try:
-                answer = await self._open(request, route, upstream, body)
-                closing.callback(answer.close)
-                if answer.status < 400:
-                    return self._good_answer(answer, request, route, hides_usage=hides_usage)
-                last = await self._error_answer(answer, request, route, upstream)
-            except AttemptFailed as error:
-                if last is not None:
-                    return last
-                if not (again and error.again and await self._pause(request, upstream, attempt, None, others=others)):
-                    raise
-                continue
-            again = again and _retriable(last.status) and not answer.final
-            if not (again and await self._pause(request, upstream, attempt, answer.retry_after_s, others=others)):
-                return last
-        assert last is not None, "the last attempt returned or raised"
-        return last
+            body, hides_usage, hint = await off_loop(
+                request.work, lambda: body_for(request, route, settings, upstream.seen)
+            )
+            upstream.hints += hint
+            last: UpstreamAnswer | None = None
+            failed: AttemptFailed | None = None
+            for attempt in range(settings.retries + 1):
+                retry_after_s = None
+                try:
+                    answer = await self._open(request, route, upstream, body)
+                    closing.callback(answer.close)
+                    if answer.status < 400:
+                        closing.enter_context(slot.pop_all())  # its body is still to come
+                        return self._good_answer(answer, request, route, hides_usage=hides_usage)
+                    last = await self._error_answer(answer, route, upstream)
+                    again, retry_after_s = _retriable(last.status) and not answer.final, answer.retry_after_s
+                except AttemptFailed as error:
+                    failed, again = error, error.again
+                if not again or attempt == settings.retries:
+                    break
+                if not await self._pause(request, upstream, attempt, retry_after_s, others=others):
+                    break
+        if last is not None:
+            return last
+        assert failed is not None, "the last attempt brought an answer or failed"
+        raise failed
 
     async def _open(self, request: UpstreamRequest, route: Route, upstream: Upstream, body: bytes) -> Answer:
         if not upstream.breaker.admit():
@@ -236,19 +229,16 @@ class Upstreams:
     def _good_answer(
         self, answer: Answer, request: UpstreamRequest, route: Route, *, hides_usage: bool
     ) -> UpstreamAnswer:
-        headers = answer.headers
-        if hides_usage and answer.is_plain_stream:
-            headers = _without_length(headers)
-        chunks = answer.chunks(request, hides_usage=hides_usage)
+        hides_usage = hides_usage and answer.is_stream
+        headers = without(answer.headers, "content-length") if hides_usage else answer.headers
+        chunks = answer.chunks(hides_usage=hides_usage)
         return UpstreamAnswer(route.upstream, answer.status, headers, chunks, self._label(request, route))
 
-    async def _error_answer(
-        self, answer: Answer, request: UpstreamRequest, route: Route, upstream: Upstream
-    ) -> UpstreamAnswer:
+    async def _error_answer(self, answer: Answer, route: Route, upstream: Upstream) -> UpstreamAnswer:
         """With its whole body, so that another upstream can be tried first. Raises AttemptFailed where our key is in
         it."""
-        body = await answer.whole(request, upstream.settings.max_error_bytes)
-        headers = (*_without_length(answer.headers), ("Content-Length", str(len(body))))
+        body = await answer.whole(upstream.settings.max_error_bytes)
+        headers = (*without(answer.headers, "content-length"), ("Content-Length", str(len(body))))
         return UpstreamAnswer(upstream.name, answer.status, headers, _once(body), route.pattern, answer.retry_after_s)
 
     async def _pause(
@@ -307,10 +297,6 @@ def _log_failover(request: UpstreamRequest, routes: Sequence[Route], failure: st
 def _retriable(status: int) -> bool:
     """Whether the same request may be answered by another try, or by another upstream."""
     return status in (408, 429) or (status >= 500 and status not in (501, 505))
-
-
-def _without_length(headers: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    return tuple(item for item in headers if item[0].lower() != "content-length")
 
 
 async def _once(body: bytes) -> AsyncGenerator[bytes, None]:

@@ -40,9 +40,6 @@ NO_ROOM_S: Final = 2.0
 BATCH_WAIT_S: Final = 60.0
 """That a line of a batch waits for a slot, until its job is looked at again, which may be cancelled by then."""
 
-JUST_NOW_S: Final = 0.01
-"""A request that came so lately is not worth a copy with another beginning."""
-
 LIST_PATHS: Final = {
     "openai": "/v1/models",
     "anthropic": "/v1/models?limit=1000",
@@ -115,7 +112,7 @@ class Upstream:
             now_s = time.monotonic()
             request.trace.queue_ms += (now_s - began_s) * 1e3
         closing.callback(self.slots.release, ask)
-        return request if now_s - request.received_s < JUST_NOW_S else replace(request, received_s=now_s)
+        return replace(request, received_s=now_s)
 
     def left_alone(self) -> AttemptFailed:
         return AttemptFailed("open", f"{self.name} is left alone", again=False)

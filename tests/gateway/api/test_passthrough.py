@@ -83,6 +83,14 @@ async def test_a_body_goes_on_as_it_was_written_with_unknown_fields(path: str) -
         assert got.headers["Authorization"] == "Bearer sk-upstream"
 
 
+async def test_an_answer_that_is_compressed_unasked_comes_back_plain_and_is_metered() -> None:
+    told = Told([gzip.compress(CHAT.pieces[0])], headers={"Content-Encoding": "gzip"})
+    async with upstream(told) as stub, running(upstreams=[stub.settings()]) as gateway:
+        status, headers, body = await ask(gateway)
+        assert (status, body, "Content-Encoding" in headers) == (200, CHAT.pieces[0], False)
+        assert (await figures(gateway))["unmetered"] == 0
+
+
 @pytest.mark.parametrize("told", [CHAT_STREAM, MESSAGE_STREAM, CONTENT_STREAM], ids=["openai", "anthropic", "gemini"])
 async def test_a_stream_comes_back_byte_for_byte(told: Told) -> None:
     async with upstream(told) as stub, running(upstreams=[stub.settings()]) as gateway:

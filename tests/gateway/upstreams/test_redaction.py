@@ -36,8 +36,8 @@ def test_what_is_too_short_to_be_told_from_a_word_is_no_secret(harmless: bytes) 
 
 
 def test_in_answers_only_what_opens_something_is_looked_for() -> None:
-    assert SECRETS.is_key_quoted(b"... the-other-key ...")
-    assert not SECRETS.is_key_quoted(b"Welcome to Some Title, team-secret!")
+    assert told([b"... the-other-key ..."]) == (b"", True)
+    assert told([b"Welcome to Some Title, team-secret!"]) == (b"Welcome to Some Title, team-secret!", False)
 
 
 def told(pieces: list[bytes]) -> tuple[bytes, bool]:
@@ -77,7 +77,6 @@ def test_whole_events_are_not_held_back() -> None:
 
 def test_who_has_nothing_to_hide_passes_everything() -> None:
     nothing = Secrets(None, {})
-    assert not nothing.is_any
     assert nothing.filter().feed(b"sk-upstream") == b"sk-upstream"
 
 
