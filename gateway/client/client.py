@@ -1,6 +1,4 @@
-"""The OpenAI API of a gateway, as far as batches need it, its purge, and what a user is told when that fails. Files go
-up and come down piece by piece.
-"""
+"""A gateway's OpenAI API, as far as batches need it, and its purge. Files are streamed."""
 
 from __future__ import annotations
 
@@ -18,14 +16,12 @@ from aiohttp.payload import BufferedReaderPayload
 CHUNK_BYTES: Final = 1 << 20
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 120.0
-
-
 FAILED: Final = 1
 BAD_INPUT: Final = 2
 
 
 class BatchCommandError(Exception):
-    """What a user is told; `status` is that of the process."""
+    """The message for the user, and the exit status of the process."""
 
     def __init__(self, message: str, status: int = FAILED) -> None:
         super().__init__(message)
@@ -33,7 +29,7 @@ class BatchCommandError(Exception):
 
 
 class PassingError(BatchCommandError):
-    """Worth another try."""
+    """A retry may succeed."""
 
 
 def opened(path: Path, mode: str) -> BinaryIO:
@@ -45,7 +41,7 @@ def opened(path: Path, mode: str) -> BinaryIO:
 
 
 class Client:
-    """The OpenAI API, as far as batches need it. Everything raises BatchCommandError with what the gateway said."""
+    """Everything raises BatchCommandError with the gateway's message."""
 
     def __init__(self, url: str, key: str) -> None:
         """`url` with or without `/v1`."""
@@ -66,7 +62,7 @@ class Client:
             form = aiohttp.FormData(default_to_multipart=True, quote_fields=False)
             form.add_field("purpose", "batch")
             name = os.fsencode(path.name).decode(errors="replace")
-            rows = BufferedReaderPayload(file, filename=name)  # else it takes the path, which may be no text
+            rows = BufferedReaderPayload(file, filename=name)  # by default the path, which may be no text
             form.add_field("file", rows, filename=name, content_type="application/octet-stream")
             return str((await self._json("POST", "/v1/files", data=form))["id"])
 
@@ -93,11 +89,11 @@ class Client:
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
         async with self._response("GET", f"/v1/files/{file_id}/content") as answer:
-            async for piece in answer.content.iter_chunked(CHUNK_BYTES):
-                yield piece
+            async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
+                yield chunk
 
     async def purge(self, chosen: dict[str, str]) -> dict[str, Any]:
-        """What went, by engine. One that is not complete has status 502, and the figures all the same."""
+        """What was removed, by engine. An incomplete purge has status 502 with the same figures."""
         return await self._json("POST", "/admin/cache/blocks/purge", takes=502, json=chosen)
 
     async def _json(self, method: str, path: str, takes: int | None = None, **options: Any) -> dict[str, Any]:

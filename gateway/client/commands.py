@@ -6,43 +6,47 @@ import argparse
 import asyncio
 import contextlib
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TextIO
+from typing import Any, Final
 
 from gateway.client.arguments import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
 from gateway.client.client import BAD_INPUT, FAILED, BatchCommandError, Client, PassingError
-from gateway.client.files import check_file, check_output, writing
-from gateway.client.progress import Progress, listed, told
+from gateway.client.files import check_file, writing
+from gateway.client.progress import Progress, details, list_row
 
 ENDS: Final = ("completed", "failed", "expired", "cancelled")
 MISSED_POLLS: Final = 30
-"""In a row, after which the gateway is taken for gone."""
+"""Failed polls in a row, after which the wait ends."""
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Runs one of them. Returns the exit status: 0 done, and nothing failed; 1 something failed; 2 a bad file."""
     key = options.key or environ.get(KEY_VARIABLE) or ""
     name = f"batch {options.batch_command}"
-    return _run_client(name, options.url, environ, key, lambda client: _run(client, options))
+    return _with_client(name, options.url, environ, key, lambda client: _run(client, options))
 
 
-def _run_client(
+def _with_client(
     name: str,
     url: str | None,
     environ: Mapping[str, str],
     key: str,
     work: Callable[[Client], Awaitable[int]],
 ) -> int:
-    """What `work` returns, or the exit status of an error, which is told under the command's name."""
+    """What `work` returns, or the exit status of an error, which is printed under the command's name."""
     url = url or environ.get(URL_VARIABLE) or DEFAULT_URL
+
+    async def run() -> int:
+        async with Client(url, key) as client:
+            return await work(client)
+
     try:
         if not url.startswith(("http://", "https://")):
             raise BatchCommandError(
                 f"the URL of the gateway begins with http:// or https://, and {url!r} does not", BAD_INPUT
             )
-        return asyncio.run(_with_client(url, key, work))
+        return asyncio.run(run())
     except BatchCommandError as error:
         _warn(f"kvasir {name}: {error}")
         return error.status
@@ -53,24 +57,19 @@ def _run_client(
         return FAILED
 
 
-async def _with_client(url: str, key: str, work: Callable[[Client], Awaitable[int]]) -> int:
-    async with Client(url, key) as client:
-        return await work(client)
-
-
 async def _run(client: Client, options: argparse.Namespace) -> int:
     match options.batch_command:
         case "submit":
             return await _submit(client, options)
         case "status":
-            _say(told(await client.batch(options.id)))
+            _say(details(await client.batch(options.id)))
         case "cancel":
-            _say(told(await client.cancel(options.id)))
+            _say(details(await client.cancel(options.id)))
         case "results":
             await _results(client, options.id, options.output, errors=options.errors)
         case "list":
             async for batch in client.batches():
-                _say(listed(batch))
+                _say(list_row(batch))
     return 0
 
 
@@ -78,15 +77,15 @@ async def _submit(client: Client, options: argparse.Namespace) -> int:
     if options.output is not None and not options.wait:
         raise BatchCommandError("--output needs --wait: there are no answers before", BAD_INPUT)
     endpoint = check_file(options.file)
-    if options.output is not None:
-        check_output(options.output)
+    if options.output is not None and (options.output.is_dir() or not options.output.parent.is_dir()):
+        raise BatchCommandError(f"{options.output} cannot be written", BAD_INPUT)
     file_id = await client.upload(options.file)
     batch = await client.create(file_id, endpoint)
     _say(batch["id"])
     if not options.wait:
         return 0
     try:
-        batch = await wait(client, batch["id"], Progress(sys.stderr, time.monotonic), options.poll_s)
+        batch = await wait(client, batch["id"], Progress(sys.stderr), options.poll_s)
     except asyncio.CancelledError:
         _warn(f"it goes on; look with: kvasir batch status {batch['id']}")
         raise
@@ -94,7 +93,7 @@ async def _submit(client: Client, options: argparse.Namespace) -> int:
         await _results(client, batch["id"], options.output, errors=False)
     if batch["status"] == "completed" and not batch["request_counts"]["failed"]:
         return 0
-    _warn(told(batch))
+    _warn(details(batch))
     return FAILED
 
 
@@ -109,26 +108,16 @@ async def _results(client: Client, batch_id: str, output: Path | None, *, errors
         if not errors:
             raise BatchCommandError(f"no request of {batch_id} was answered: it is {batch['status']}")
         return
-    with _out(output) as file:
-        async for piece in client.content(file_id):
-            file.write(piece)
-
-
-@contextlib.contextmanager
-def _out(path: Path | None) -> Iterator[BinaryIO]:
-    if path is None:
-        out: TextIO | None = sys.stdout
-        if out is None:
-            raise BatchCommandError("standard output is closed; name a file with -o", BAD_INPUT)
-        yield out.buffer
-        out.buffer.flush()
-        return
-    with writing(path) as file:
-        yield file
+    if output is None and sys.stdout is None:
+        raise BatchCommandError("standard output is closed; name a file with -o", BAD_INPUT)
+    with contextlib.nullcontext(sys.stdout.buffer) if output is None else writing(output) as file:
+        async for chunk in client.content(file_id):
+            file.write(chunk)
+        file.flush()
 
 
 async def wait(client: Client, batch_id: str, progress: Progress, poll_s: float) -> dict[str, Any]:
-    """The batch, once it has ended. A gateway that is away for a while is waited for."""
+    """The batch, once it has ended. A gateway may be unreachable for a while."""
     missed = 0
     with progress:
         while True:
@@ -147,11 +136,11 @@ async def wait(client: Client, batch_id: str, progress: Progress, poll_s: float)
 
 
 def purge(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Returns the exit status: 0 all is gone; 1 it is not, or nobody knows; 2 a bad URL."""
+    """Returns the exit status: 0 all was removed; 1 it was not, or that is unknown; 2 a bad URL."""
     kind = "tenant" if options.tenant is not None else "namespace"
     chosen = {kind: getattr(options, kind)}
     key = environ.get(options.api_key_env, "")
-    return _run_client("purge", options.url, environ, key, lambda client: _purge(client, chosen))
+    return _with_client("purge", options.url, environ, key, lambda client: _purge(client, chosen))
 
 
 async def _purge(client: Client, chosen: dict[str, str]) -> int:
@@ -177,11 +166,11 @@ def _lines(answer: Mapping[str, Any]) -> Iterator[str]:
 
 def _amounts(engine: Mapping[str, Any]) -> str:
     amounts = {**engine.get("tiers", {}), "files": engine.get("files")}
-    told = [f"{name} {one['blocks']} blocks, {one['bytes']} bytes" for name, one in amounts.items() if one]
-    told.append(f"{engine.get('leases', 0)} leases")
+    texts = [f"{name} {one['blocks']} blocks, {one['bytes']} bytes" for name, one in amounts.items() if one]
+    texts.append(f"{engine.get('leases', 0)} leases")
     if engine.get("left"):
-        told.append(f"{engine['left']} files could not be deleted")
-    return "; ".join(told)
+        texts.append(f"{engine['left']} files could not be deleted")
+    return "; ".join(texts)
 
 
 def _say(text: str) -> None:
