@@ -1,9 +1,9 @@
-"""One bundled engine, seen from the gateway: one WebSocket that carries every sequence this gateway has there.
+"""One bundled engine, seen from the gateway: one WebSocket that carries all of this gateway's sequences there.
 
-Connects, and again when the engine was away, sorts each step's frames into the sequences that wait for them, and tells
-the memory index what the engine holds. The other end is engine/server.py; the messages are those of engine/protocol/.
+Connects and reconnects, sorts the frames of each step into their sequences, and tells the memory index what the engine
+holds. The other end is engine/server.py; the messages are those of engine/protocol/.
 
-    joined   the engine sent its hello and its tokeniser is loaded; only then is it chosen
+    joined   the engine sent its hello and its tokeniser is loaded; only then it gets requests
     lost     the connection ended or fell silent: every sequence on it gets EngineLostError, the next hello may be
              another incarnation
 """
@@ -15,6 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ from engine.protocol import (
     STREAM_PATH,
     BlockEvents,
     Hello,
+    Lane,
     Load,
     ProtocolError,
     Sampling,
@@ -41,6 +43,7 @@ from gateway.types import EncodedPrompt, Request
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
+LANES: Final[tuple[Lane, ...]] = ("online", "batch")
 CONNECT_TIMEOUT_S: Final = 5.0
 STATS_TIMEOUT_S: Final = 0.5
 """For an engine to report its counters; then it is shown without."""
@@ -81,7 +84,7 @@ class BundledEngine:
         """
         url           http://host:port, or unix:PATH
         on_tokenizer  called before the engine counts as joined, when model or tokeniser are new to this object; may
-                      take its time, and may raise to refuse the engine
+                      raise to refuse the engine
         on_blocks     called for an incarnation's block events, in order
         on_lost       called once for each incarnation whose connection ended
         on_load       called with this object when it has joined, and whenever the engine has reported its load
@@ -127,33 +130,18 @@ class BundledEngine:
 
     @property
     def load(self) -> Load:
-        """As last reported, plus what this gateway has sent since and the report cannot know yet."""
+        """As last reported, plus what this gateway has sent since."""
         connection = self._connection
-        if connection is None:
-            return Load()
-        if not connection.unseen:
-            return connection.load
-        load, waiting, backlog, batch_waiting, batch_backlog = connection.load, 0, 0, 0, 0
-        for _, cost, lane in connection.unseen.values():
-            waiting += 1
-            backlog += cost
-            if lane == "batch":
-                batch_waiting += 1
-                batch_backlog += cost
-        return Load(  # `replace` takes twice as long, and every request comes by here
-            waiting=load.waiting + waiting,
-            running=load.running,
-            prefill_backlog=load.prefill_backlog + backlog,
-            free_blocks=load.free_blocks,
-            cached_blocks=load.cached_blocks,
-            live_blocks=load.live_blocks,
-            leased_blocks=load.leased_blocks,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_tokens_per_s=load.decode_tokens_per_s,
-            draining=load.draining,
-            batch_waiting=load.batch_waiting + batch_waiting,
-            batch_running=load.batch_running,
-            batch_backlog=load.batch_backlog + batch_backlog,
+        load = connection.load if connection else Load()
+        if connection is None or not connection.unseen:
+            return load
+        online, batch = ([cost for _, cost, lane in connection.unseen.values() if lane == name] for name in LANES)
+        return replace(
+            load,
+            waiting=load.waiting + len(online) + len(batch),
+            prefill_backlog=load.prefill_backlog + sum(online) + sum(batch),
+            batch_waiting=load.batch_waiting + len(batch),
+            batch_backlog=load.batch_backlog + sum(batch),
         )
 
     @property
@@ -174,8 +162,8 @@ class BundledEngine:
         await self._joined.wait()
 
     async def fetch_stats(self) -> dict[str, Any] | None:
-        """The engine's own counters; None when it is away or does not answer in time. Never raises."""
-        return await fetch_stats(self._session, self._stats_timeout_s) if self._session else None
+        """See http_calls.fetch_stats."""
+        return await fetch_stats(self._session, self._stats_timeout_s)
 
     async def purge(self, salt_prefix: str) -> dict[str, Any]:
         """See http_calls.request_purge."""
@@ -186,13 +174,13 @@ class BundledEngine:
     ) -> AsyncGenerator[SequenceUpdate, None]:
         """Updates of one sequence; the last one has `finish`. Updates that waited together arrive as one.
 
-        Closing it aborts the sequence. Raises EngineLostError when the engine goes away or gives the sequence up,
-        DeadlineError at request.deadline_s even if the engine says nothing at all, EngineFailedError when the reader
-        is slower than BUFFER_UPDATES allow.
+        Closing it aborts the sequence. Raises EngineLostError when the engine is lost or aborts the sequence,
+        DeadlineError at request.deadline_s even if the engine is silent, EngineFailedError when the reader is slower
+        than BUFFER_UPDATES allow.
         """
         connection = self._connection
         if connection is None:
-            raise EngineLostError(f"Engine {self.name} is away.")
+            raise EngineLostError(f"Engine {self.name} is unreachable.")
         cost = prompt.num_tokens
         if request.use_cache:
             cost -= self._prefix(connection.hello.incarnation, prompt.digests) * connection.hello.namespace.block_size
@@ -205,12 +193,12 @@ class BundledEngine:
                 update = await stream.take()
                 if update.finish is not None:
                     connection.ended(stream)
-                    if update.finish == "abort":
-                        why = f": {update.error}" if update.error else "."
-                        raise EngineLostError(f"Engine {self.name} gave the request up{why}")
-                    yield update
-                    return
+                if update.finish == "abort":
+                    why = f": {update.error}" if update.error else "."
+                    raise EngineLostError(f"Engine {self.name} aborted the request{why}")
                 yield update
+                if update.finish is not None:
+                    return
         finally:
             timer.cancel()
             connection.abort(stream)
@@ -218,7 +206,7 @@ class BundledEngine:
     # -- the connection -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to connect, and keeps at it until `stop`."""
+        """Connects, and reconnects until `stop`."""
         self._task = tasks.spawn(self._run(), name=f"engine {self.name}")
 
     async def stop(self) -> None:
@@ -228,9 +216,8 @@ class BundledEngine:
 
     async def _run(self) -> None:
         retry_s = FIRST_RETRY_S
-        longest_s = self._longest_retry_s
-        if self.url.startswith("unix:"):  # trying costs next to nothing
-            longest_s = min(longest_s, LONGEST_LOCAL_RETRY_S)
+        is_local = self.url.startswith("unix:")  # a try costs next to nothing
+        longest_s = min(self._longest_retry_s, LONGEST_LOCAL_RETRY_S) if is_local else self._longest_retry_s
         while not self._stopping.is_set():
             began_s = time.monotonic()
             try:
@@ -247,7 +234,7 @@ class BundledEngine:
             retry_s = min(2 * retry_s, longest_s)
 
     async def _connect(self) -> None:
-        """One connection, from the handshake to its end. Always raises, at the latest when the engine hangs up."""
+        """One connection, from the handshake to its end. Always raises, at the latest when the engine closes it."""
         base, connector = _connector(self.url)
         headers = {SECRET_HEADER: self._secret} if self._secret else {}
         timeout_s = self._connect_timeout_s
@@ -319,18 +306,14 @@ class BundledEngine:
         connection.fail(lost)
 
     def _log_away(self, error: BaseException) -> None:
+        """Once for each outage; as a warning if the engine was there and did not announce its end."""
         if self._is_away_logged:
             return
         self._is_away_logged = True
         lost = self._hello is not None and not self._left_on_purpose
         what = "was lost" if lost else "has ended" if self._hello else "is not there yet (as while it starts)"
-        log.log(
-            logging.WARNING if lost else logging.INFO,
-            "engine %s %s: %s",
-            self.name,
-            what,
-            str(error) or type(error).__name__,
-        )
+        level = logging.WARNING if lost else logging.INFO
+        log.log(level, "engine %s %s: %s", self.name, what, str(error) or type(error).__name__)
 
 
 def _connector(url: str) -> tuple[str, aiohttp.BaseConnector]:

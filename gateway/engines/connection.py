@@ -89,9 +89,8 @@ class Connection:
         self.load = Load()
         self.streams: dict[int, Stream] = {}
         self.unseen: dict[int, tuple[int, int, Lane]] = {}  # seq -> (frames then, tokens to prefill, lane)
-        self.unstarted: dict[
-            int, tuple[str, int]
-        ] = {}  # online: seq -> (tenant, tokens to prefill), until it has a token
+        # Online sequences that have no token yet: seq -> (tenant, tokens to prefill).
+        self.unstarted: dict[int, tuple[str, int]] = {}
         self._frames = 0
         self._seqs = itertools.count(1)
         self._buffer_updates = buffer_updates
@@ -127,19 +126,16 @@ class Connection:
             self.unstarted[stream.seq] = (request.tenant.name, cost)
         return stream
 
-    def ended(self, stream: Stream) -> None:
-        """The engine has finished the sequence: there is nothing left to abort."""
-        self.streams.pop(stream.seq, None)
+    def ended(self, stream: Stream) -> bool:
+        """The engine has finished the sequence: there is nothing left to abort. False when it had ended."""
         self.unseen.pop(stream.seq, None)
         self.unstarted.pop(stream.seq, None)
+        return self.streams.pop(stream.seq, None) is not None
 
     def abort(self, stream: Stream) -> None:
-        """Aborts the sequence at the engine. Nothing happens when it has ended."""
-        if self.streams.pop(stream.seq, None) is not None:
-            self.unseen.pop(stream.seq, None)
-            self.unstarted.pop(stream.seq, None)
-            if self._failed is None:
-                self._send(Abort(stream.seq))
+        """Aborts the sequence at the engine, unless it has ended."""
+        if self.ended(stream) and self._failed is None:
+            self._send(Abort(stream.seq))
 
     def dispatch(self, message: EngineMessage | GatewayMessage) -> bool:
         """Hands a step's updates to their sequences; late ones for aborted sequences are dropped. False if no step."""
@@ -152,8 +148,6 @@ class Connection:
                 stream.push(update)
             self.unseen.pop(update.seq, None)
             self.unstarted.pop(update.seq, None)
-        if not self.unseen:
-            return True
         # The frame after next was made by a step that began when the engine had the sequence: its load includes it.
         for seq in [seq for seq, (sent, *_) in self.unseen.items() if sent < self._frames - 1]:
             del self.unseen[seq]

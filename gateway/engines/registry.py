@@ -1,8 +1,7 @@
-"""Which engines there are, and which of them can be given a request now.
+"""The known engines, and which of them serve a model now.
 
-Engines are named in the settings, started by `kvasir serve`, or found in Redis where they announce themselves. Each
-has a client that connects by itself (bundled.py, made by the `connect` that app.py hands in). Knows nothing of prompts.
-The queue chooses among `serving`; engine/publish.py writes the announcements.
+Engines are named in the settings, started by `kvasir serve`, or found by their announcements in Redis
+(engine/publish.py). Each has a client that connects by itself (bundled.py, made by the `connect` of app.py).
 """
 
 from __future__ import annotations
@@ -185,9 +184,6 @@ class Registry:
 
     def _alike(self, model: str, clients: list[BundledEngine]) -> list[BundledEngine]:
         """The largest group of engines that agree on tokens and digests, the newest one among equals."""
-        if len(clients) == 1:
-            self._mixed.discard(model)
-            return clients
         first = _identity(clients[0].hello)
         if all(_identity(client.hello) == first for client in clients):
             self._mixed.discard(model)

@@ -55,4 +55,4 @@ def test_a_purged_tenant_finds_nothing_and_another_one_all_of_its_own(tmp_path: 
         server.wait_for_line("engine .* was lost")
         status, told = purge(server, tenant="north")
         assert (status, told["complete"]) == (502, False)
-        assert [(one["name"], one["reason"]) for one in told["engines"]] == [(engine["name"], "It is away.")]
+        assert [(one["name"], one["reason"]) for one in told["engines"]] == [(engine["name"], "It is unreachable.")]
