@@ -28,11 +28,10 @@ _DECODED = ("gzip", "deflate", "br", "zstd")
 async def open_answer(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes) -> Answer:
     """Sends the request, and waits for the first bytes of the answer, of an error as well. Raises AttemptFailed, and
     UpstreamTimeoutError when the request's own time is over. The breaker's admission ends with it."""
-    upstream.begin(request.lane)
+    upstream.requests += 1
     try:
         answer = await _send(upstream, request, model, body)
     except BaseException as error:
-        upstream.slots.ended(request.lane)
         if isinstance(error, AttemptFailed):
             upstream.failed(error.kind)
         else:
@@ -70,7 +69,6 @@ class Answer:
         self._upstream = upstream
         self._request = request
         self._response = response
-        self._open = True
         self.status = response.status
         self._filter = upstream.secrets.filter()
         self._first = self._filter.feed(first) if self.status < 400 else first
@@ -145,10 +143,7 @@ class Answer:
 
     def close(self) -> None:
         """Gives the connection back, or closes it when the answer has not come to its end."""
-        if self._open:
-            self._open = False
-            self._response.close()
-            self._upstream.slots.ended(self._request.lane)
+        self._response.close()
 
     async def _report_ids(self, meter: Meter) -> None:
         while meter.ids and self._request.made is not None:

@@ -8,10 +8,9 @@ first, then the order of the file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
+from fnmatch import fnmatchcase
 from typing import Final
 
 from gateway.config import EVERYBODY, ServedModel, UpstreamSettings
@@ -40,30 +39,29 @@ class Routes:
 
     def __init__(self, upstreams: Sequence[UpstreamSettings]) -> None:
         ordered = sorted(upstreams, key=lambda upstream: upstream.priority)  # stable: else the order of the file
-        self._served = [(upstream, [_Served(item) for item in upstream.served]) for upstream in ordered]
+        self._upstreams = [(upstream, upstream.served) for upstream in ordered]
 
     def find(self, model: str, tenant: str) -> list[Route]:
         """In the order in which they are tried, whatever their dialect; empty when the tenant has none for it."""
         if len(model) > MAX_NAME_CHARS:
             return []
         found = [
-            (served, upstream)
-            for upstream, every in self._served
-            if may(upstream.tenants, tenant)
-            if (served := _best(every, model)) is not None
+            (item, upstream)
+            for upstream, served in self._upstreams
+            if may(upstream.tenants, tenant) and (item := _best(served, model)) is not None
         ]
-        exact = any(not served.item.is_pattern for served, _ in found)
+        exact = any(not item.is_pattern for item, _ in found)
         return [
-            Route(upstream.name, upstream.dialect, served.renamed(model), served.item.served, upstream.over_engines)
-            for served, upstream in found
-            if not (exact and served.item.is_pattern)
+            Route(upstream.name, upstream.dialect, _renamed(item, model), item.served, upstream.over_engines)
+            for item, upstream in found
+            if not (exact and item.is_pattern)
         ]
 
     def named(self, name: str, tenant: str) -> list[Route]:
         """The upstream of this name, for no model; empty when there is none, or none for the tenant."""
         return [
             Route(upstream.name, upstream.dialect, "", "", upstream.over_engines)
-            for upstream, _ in self._served
+            for upstream, _ in self._upstreams
             if upstream.name == name and may(upstream.tenants, tenant)
         ]
 
@@ -71,15 +69,15 @@ class Routes:
         """Names of models for requests of this dialect: the exact ones of the settings, and of the upstreams' own lists
         (by upstream) those that lead back to them."""
         names: dict[str, None] = {}
-        for upstream, every in self._served:
+        for upstream, served in self._upstreams:
             if upstream.dialect != dialect or not may(upstream.tenants, tenant):
                 continue
-            names |= dict.fromkeys(served.item.served for served in every if not served.item.is_pattern)
+            names |= dict.fromkeys(item.served for item in served if not item.is_pattern)
             names |= dict.fromkeys(
                 name
                 for model in lists.get(upstream.name, ())
-                for served in every
-                if served.item.is_pattern and (name := served.found_as(model)) is not None
+                for item in served
+                if item.is_pattern and (name := _found_as(item, model)) is not None
             )
         return list(names)
 
@@ -89,40 +87,31 @@ def may(tenants: Sequence[str], tenant: str) -> bool:
     return tenant in tenants or EVERYBODY in tenants
 
 
-def _best(every: Sequence[_Served], model: str) -> _Served | None:
+def _best(items: Sequence[ServedModel], model: str) -> ServedModel | None:
     """The exact name, or the first pattern that matches."""
-    matching = [served for served in every if served.matches(model)]
-    return next((served for served in matching if not served.item.is_pattern), matching[0] if matching else None)
+    matching = [item for item in items if _matches(item, model)]
+    return next((item for item in matching if not item.is_pattern), matching[0] if matching else None)
 
 
-class _Served:
-    """An item of `models`, compiled."""
+def _matches(item: ServedModel, model: str) -> bool:
+    if not item.is_pattern:
+        return model == item.served
+    return model.isprintable() and fnmatchcase(model, item.served)
 
-    def __init__(self, item: ServedModel) -> None:
-        self.item = item
-        self._regex = re.compile(translate(item.served)) if item.is_pattern else None
 
-    def matches(self, model: str) -> bool:
-        if self._regex is None:
-            return model == self.item.served
-        return model.isprintable() and self._regex.match(model) is not None
+def _renamed(item: ServedModel, model: str) -> str:
+    """What the upstream calls it."""
+    if item.upstream is None or not item.is_pattern:
+        return item.upstream or model
+    return item.upstream.replace("*", _starred(item.served, model) or "")
 
-    def renamed(self, model: str) -> str:
-        """What the upstream calls it."""
-        upstream = self.item.upstream
-        if upstream is None:
-            return model
-        if not self.item.is_pattern:
-            return upstream
-        return upstream.replace("*", _starred(self.item.served, model) or "")
 
-    def found_as(self, model: str) -> str | None:
-        """The client's name for this model of the upstream; None where there is none."""
-        upstream = self.item.upstream
-        if upstream is None:
-            return model if self.matches(model) else None
-        starred = _starred(upstream, model)
-        return self.item.served.replace("*", starred) if starred is not None and starred.isprintable() else None
+def _found_as(item: ServedModel, model: str) -> str | None:
+    """The client's name for this model of the upstream; None where there is none."""
+    if item.upstream is None:
+        return model if _matches(item, model) else None
+    starred = _starred(item.upstream, model)
+    return item.served.replace("*", starred) if starred is not None and starred.isprintable() else None
 
 
 def _starred(pattern: str, name: str) -> str | None:

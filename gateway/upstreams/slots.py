@@ -1,11 +1,11 @@
 """Slots at one upstream: how many requests of each lane it has at a time, and the fair queues in front of them.
 Knows no HTTP; its neighbour is upstream.py.
 
-    online  where the operator sets `max_in_flight`, lines of batches included. A free slot goes to the tenant whose
-            turn it is, by requests over weight; a tenant that holds its share of all slots comes behind those that do
-            not, so that long answers leave room for short ones. A tenant's own requests go in the order of their
-            `priority`, then as they came; `flex` counts as `tier_s` seconds more, `priority` as so much less, and
-            waiting makes up for it (`aging`)
+    online  `max_in_flight` slots where the operator sets it, lines of batches included; else any number. A free slot
+            goes to the tenant whose turn it is, by requests over weight; a tenant that holds its share of all slots
+            comes behind those that do not, so that long answers leave room for short ones. A tenant's own requests go
+            in the order of their `priority`, then as they came; `flex` counts as `tier_s` seconds more, `priority` as
+            so much less, and waiting makes up for it (`aging`)
     batch   a line gets what no online request wants, `batch_slots` at most together with online requests. An upstream
             that says it has no room gets no lines for a while, and then half as many at a time; each round of answers
             brings one back, so that lines come about as fast as it takes them (AIMD, RFC 5681, section 3.1)
@@ -47,13 +47,11 @@ class UpstreamSlots:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = limits or QueueSettings()
-        self.in_flight: Counter[Lane] = Counter()  # requests that were sent, and have not ended
         self.taken: Counter[Lane] = Counter()  # slots
         self.gates: dict[Lane, Gate[Ask]] = {
             "online": Gate(limits.max_waiting, limits.max_waiting_per_tenant),
             "batch": Gate(),
         }
-        self.is_bounded = max_in_flight is not None
         self._most = math.inf if max_in_flight is None else max_in_flight
         self._batch_slots = batch_slots
         self._limits = limits
@@ -105,14 +103,6 @@ class UpstreamSlots:
             self._pace.ends.append(self._clock())
         self._hand_out()
 
-    def sent(self, lane: Lane) -> None:
-        """One more request is in flight."""
-        self.in_flight[lane] += 1
-
-    def ended(self, lane: Lane) -> None:
-        self.in_flight[lane] -= 1
-        self._hand_out()
-
     def answered(self) -> None:
         """A line was, and well."""
         self._lines = min(self._lines + 1 / self._lines, float(self._batch_slots))
@@ -138,9 +128,7 @@ class UpstreamSlots:
             return True
         lines = self.taken["batch"]
         return (
-            not self._queues["online"]
-            and lines < int(self._lines)
-            and self.in_flight["online"] + lines < self._batch_slots
+            not self._queues["online"] and lines < int(self._lines) and self.taken["online"] + lines < self._batch_slots
         )
 
     def _hand_out(self) -> None:

@@ -37,6 +37,9 @@ _NO_ROOM: Final = frozenset((429, 503, 529))
 NO_ROOM_S: Final = 2.0
 """That it gets no lines of batches then, where it does not say for how long."""
 
+AT_ONCE_S: Final = 1e-3
+"""A request that got its slot so soon has not waited."""
+
 BATCH_WAIT_S: Final = 60.0
 """That a line of a batch waits for a slot, until its job is looked at again, which may be cancelled by then."""
 
@@ -77,18 +80,20 @@ class Upstream:
         self._key_refused = False  # in its last answer
 
     async def take_slot(self, request: UpstreamRequest, closing: ExitStack, *, others: bool) -> UpstreamRequest:
-        """Waits for a slot where one is needed, which `closing` gives back: an online request its turn where those are
-        bounded, within `queue.max_wait_s` at all upstreams together; a line of a batch what online requests leave.
-        Returns the request, whose time at the upstream begins now.
+        """Waits for a slot, which `closing` gives back: an online request its turn where those are bounded, within
+        `queue.max_wait_s` at all upstreams together; a line of a batch what online requests leave. Returns the request,
+        whose time at the upstream begins now.
 
         others  whether another upstream can be tried instead
         Raises AttemptFailed, and for an online request QueueFullError and DeadlineError.
         """
         online, began_s = request.lane == "online", time.monotonic()
-        if online and not self.slots.is_bounded:
-            return request
         if self.breaker.state == "open":
             raise self.left_alone()
+        # A line has a connection with its slot.
+        if online and self.slots.taken["online"] >= self.settings.max_connections + self.settings.max_waiting:
+            self.errors["busy"] += 1
+            raise AttemptFailed("busy", f"{self.name} has no connection left", again=False)
         wait_s = self._max_wait_s - request.trace.queue_ms / 1e3 if online else BATCH_WAIT_S
         if online and others and self.settings.overflow_s is not None:
             wait_s = min(wait_s, self.settings.overflow_s)
@@ -110,25 +115,15 @@ class Upstream:
             raise
         finally:
             now_s = time.monotonic()
-            request.trace.queue_ms += (now_s - began_s) * 1e3
+            if now_s - began_s > AT_ONCE_S:
+                request.trace.queue_ms += (now_s - began_s) * 1e3
         closing.callback(self.slots.release, ask)
-        return replace(request, received_s=now_s)
+        return request if now_s - request.received_s <= AT_ONCE_S else replace(request, received_s=now_s)
 
     def left_alone(self) -> AttemptFailed:
         return AttemptFailed("open", f"{self.name} is left alone", again=False)
 
     # -- what answer.py reports ---------------------------------------------------------------------------------------
-
-    def begin(self, lane: Lane) -> None:
-        """A request is sent. Raises AttemptFailed where there is no connection for it; a line has a slot by now, and a
-        connection with it."""
-        most = self.settings.max_connections + self.settings.max_waiting
-        if lane == "online" and self.slots.in_flight[lane] >= most:
-            self.breaker.abandoned()
-            self.errors["busy"] += 1
-            raise AttemptFailed("busy", f"{self.name} has no connection left", again=False)
-        self.requests += 1
-        self.slots.sent(lane)
 
     def answered(self, status: int, retry_after_s: float | None, lane: Lane) -> None:
         """An answer begins. A failure that a line of a batch is answered with opens nothing: it may fail each time, it
@@ -184,7 +179,7 @@ class Upstream:
         return {
             "dialect": self.settings.dialect,
             "requests": self.requests,
-            "in_flight": self.slots.in_flight.total(),
+            "in_flight": self.slots.taken.total(),
             "waiting": online.waiting,
             "waiting_by_tenant": dict(online.by_tenant),
             "batch_in_flight": self.slots.taken["batch"],

@@ -265,21 +265,18 @@ def lines_only(lines: int = 1) -> Guests:
 def test_lines_take_what_online_requests_leave_and_count_only_those_of_the_other_lane() -> None:
     async def work() -> None:
         guests = lines_only(2)
-        guests.slots.sent("online")
-        guests.slots.sent("online")
+        guests.come("o0")
+        guests.come("o1")
         for name in ("a", "b", "c"):
             guests.line(name)
         await turn()
-        assert guests.served == []
-        guests.slots.ended("online")
-        await turn()
-        assert guests.served == ["a"]
-        guests.slots.sent("batch")  # which has its slot
-        guests.slots.ended("online")
-        await turn()
-        assert guests.served == ["a", "b"]
+        assert guests.served == ["o0", "o1"]
+        await guests.go("o0")
+        assert guests.served[2:] == ["a"]
+        await guests.go("o1")
+        assert guests.served[2:] == ["a", "b"]
         await guests.go("a")
-        assert guests.served == ["a", "b", "c"]
+        assert guests.served[2:] == ["a", "b", "c"]
         await guests.go("b", "c")
 
     run(work)
@@ -370,7 +367,7 @@ def test_online_requests_do_not_keep_an_upstream_that_had_no_room_from_every_lin
     async def work() -> None:
         slots = UpstreamSlots(None, 8, QueueSettings(), now)
         for _ in range(6):
-            slots.sent("online")
+            await slots.take(Ask("t", 0, now()))
         for _ in range(5):
             slots.hold_off(1.0)
             await asyncio.sleep(1.0)
