@@ -12,8 +12,8 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Final
 
 import orjson
 
@@ -23,15 +23,12 @@ QUOTE_DATA: Final = (ValueError, LookupError, KvasirError)
 TEMPLATES: Final = "jinja2"  # whose errors say what a template made of a message; not imported for it
 LEFT_OUT: Final = "(its text is left out: it may quote a request)"
 
-FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
-
-
 _PLAIN: Final = re.compile(r"[^\s\"=]+")
 
 
-def told(error: BaseException) -> str:
-    """All of it, the causes first. Without a line end."""
-    return "".join(_told(error, set())).rstrip("\n")
+def traceback_of(error: BaseException) -> str:
+    """Its traceback and those of its causes, the causes first. Without a line end."""
+    return "".join(_tracebacks(error, set())).rstrip("\n")
 
 
 def escaped(text: str) -> str:
@@ -41,11 +38,11 @@ def escaped(text: str) -> str:
     return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
 
 
-def _told(error: BaseException, seen: set[int]) -> Iterator[str]:
+def _tracebacks(error: BaseException, seen: set[int]) -> Iterator[str]:
     seen.add(id(error))
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if before is not None and id(before) not in seen:
-        yield from _told(before, seen)
+        yield from _tracebacks(before, seen)
         yield "\nThen there was another one:\n\n"
     yield "Traceback (most recent call last):\n"
     yield from traceback.format_tb(error.__traceback__)
@@ -54,7 +51,7 @@ def _told(error: BaseException, seen: set[int]) -> Iterator[str]:
         for one in error.exceptions:
             if id(one) not in seen:
                 yield "\nIn this group:\n\n"
-                yield from _told(one, seen)
+                yield from _tracebacks(one, seen)
 
 
 def _error_text(error: BaseException) -> str:
@@ -77,83 +74,54 @@ class Fields(dict[str, Any]):
         return " ".join([f"{name}={_text(value)}" for name, value in self.items() if value])
 
 
-class Later(NamedTuple):
-    """A line whose text is asked for when it is written, of something that changes no more."""
-
-    created: float  # seconds since 1970
-    level: int
-    name: str  # of the logger
-    said: Callable[[], str | Fields]
-
-
 class Lines(logging.Formatter):
-    """With the time of the day made once a second."""
+    """Lines of text, as `2026-11-22 10:00:00,123 INFO gateway.app message`, with the traceback below."""
 
     def __init__(self) -> None:
-        super().__init__(FORMAT)
-        self._made = (-1, "")  # together, as several threads read it
+        super().__init__()
+        self._last_second = (-1, "")  # and how it is written; one value, as several threads read it
 
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        """As the module's own, to the millisecond."""
-        return f"{self._second(record.created)},{int(record.msecs):03d}"
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        message = record.args if isinstance(record.args, Fields) else record.getMessage()
+        error = record.exc_info[1] if record.exc_info else None
+        return self.line(record.created, record.levelname, record.name, message, error)
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Without its traceback."""
-        return escaped(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802
-        """Without what an error may quote of a request."""
-        return "" if ei[1] is None else told(ei[1])
-
-    def later(self, line: Later) -> str:
-        """As `format` has a record's."""
-        created, level, name, said = line
-        milliseconds = int((created - int(created)) * 1000)
-        return escaped(f"{self._second(created)},{milliseconds:03d} {logging.getLevelName(level)} {name} {said()}")
-
-    def _second(self, created: float) -> str:
-        second, written = self._made
+    def line(
+        self, created: float, level: str, name: str, message: str | Fields, error: BaseException | None = None
+    ) -> str:
+        """`created` in seconds since 1970, `name` of the logger."""
+        second, written = self._last_second
         if second != int(created):
             second = int(created)
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-            self._made = (second, written)
-        return written
+            self._last_second = (second, written)
+        text = escaped(f"{written},{int((created - second) * 1000):03d} {level} {name} {message}")
+        return text if error is None else f"{text}\n{traceback_of(error)}"
 
 
 class JsonLines(Lines):
     """One JSON object per line: `time` (RFC 3339, UTC), `level`, `logger`, then `message`, or the fields of the line,
     and `traceback`."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
-        said = record.args if isinstance(record.args, Fields) else record.getMessage()
-        line = self._object(record.created, record.levelname, record.name, said)
-        if record.exc_info and record.exc_info[1] is not None:
-            line["traceback"] = told(record.exc_info[1])
-        return _json(line)
-
-    def later(self, line: Later) -> str:
-        """As `format` has a record's."""
-        return _json(self._object(line.created, logging.getLevelName(line.level), line.name, line.said()))
-
-    def _object(self, created: float, level: str, name: str, said: str | Fields) -> dict[str, Any]:
+    def line(
+        self, created: float, level: str, name: str, message: str | Fields, error: BaseException | None = None
+    ) -> str:
+        """See Lines."""
         second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
-        milliseconds = int((created - int(created)) * 1000)
-        line = {"time": f"{second}.{milliseconds:03d}Z", "level": level, "logger": name}
-        return {**line, **said} if isinstance(said, Fields) else {**line, "message": said}
+        line: dict[str, Any] = {"time": f"{second}.{int((created % 1) * 1000):03d}Z", "level": level, "logger": name}
+        line |= message if isinstance(message, Fields) else {"message": message}
+        if error is not None:
+            line["traceback"] = traceback_of(error)
+        written = orjson.dumps(line, default=str).decode()
+        return written if written.isprintable() else "".join(map(_json_escaped, written))
 
 
-def _json(line: dict[str, Any]) -> str:
-    """On one line: what no terminal may act upon is escaped, as in text."""
-    written = orjson.dumps(line, default=str).decode()
-    return (
-        written if written.isprintable() else "".join([one if one.isprintable() else _escape(one) for one in written])
-    )
-
-
-def _escape(one: str) -> str:
-    """As JSON writes it: UTF-16 units."""
-    units = one.encode("utf-16-be", "surrogatepass")
+def _json_escaped(char: str) -> str:
+    """What no terminal may act upon, as JSON escapes it: in UTF-16 units."""
+    if char.isprintable():
+        return char
+    units = char.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
 

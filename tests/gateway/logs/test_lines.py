@@ -7,23 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.logs.lines import FORMAT, Fields, JsonLines, Later, Lines, escaped
+from gateway.logs.lines import Fields, JsonLines, Lines, escaped
 
 
 @pytest.mark.parametrize("exact", [1732247999.0, 1732247999.9994, 1732247999.9996, 1732248000.0, 1732204800.123])
 def test_a_line_is_what_the_logging_module_would_write(exact: float) -> None:
-    ours, theirs = Lines(), logging.Formatter(FORMAT)
+    ours, theirs = Lines(), logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     for created in (exact, exact + 0.25, exact + 1, exact - 3600):
         record = logging.makeLogRecord({"name": "kvasir.access", "levelname": "INFO", "msg": "a=%d", "args": (3,)})
         record.created, record.msecs = created, int((created - int(created)) * 1000) + 0.0
         assert ours.format(record) == theirs.format(record)
-
-
-@pytest.mark.parametrize("created", [1732247999.0, 1732247999.9994, 1732248000.123])
-def test_a_line_that_is_made_later_is_what_it_would_have_been(created: float) -> None:
-    record = logging.makeLogRecord({"name": "a.b", "levelname": "INFO", "msg": "%s", "args": ("one",)})
-    record.created, record.msecs = created, int((created - int(created)) * 1000) + 0.0
-    assert Lines().later(Later(created, logging.INFO, "a.b", lambda: "one")) == logging.Formatter(FORMAT).format(record)
 
 
 FORGED = "x\n2026-11-22 10:00:00,000 INFO kvasir.access request_id=forged status=200 \x1b[2K\r\u2028\u202e\x9b\0\x7f"
@@ -36,7 +29,6 @@ def test_whatever_is_logged_is_one_line_that_no_terminal_acts_upon(text: str) ->
 
     record = logging.makeLogRecord({"name": "a", "levelname": "INFO", "msg": "model=%s", "args": (text,)})
     assert Lines().format(record).isprintable()
-    assert Lines().later(Later(1.0, logging.INFO, "a", lambda: text)).isprintable()
     record.exc_info = (OddError, OddError(text), None)
     first, second, *_, last = Lines().format(record).split("\n")
     assert second == "Traceback (most recent call last):"
@@ -55,10 +47,9 @@ def test_a_json_line_is_one_object_that_reads_as_what_was_logged(text: str) -> N
     whole = {"time": "2024-11-22T00:00:00.250Z", "level": "INFO", "logger": "a"}
     record = logging.makeLogRecord({"name": "a", "levelname": "INFO", "msg": "%s", "args": fields})
     record.created = 1732233600.25
-    later = Later(record.created, logging.INFO, "a", lambda: fields)
-    for line in (JsonLines().format(record), JsonLines().later(later)):
-        assert line.isprintable()
-        assert json.loads(line) == {**whole, **fields}
+    line = JsonLines().format(record)
+    assert line.isprintable()
+    assert json.loads(line) == {**whole, **fields}
     record.args = None
     record.msg = text
     record.exc_info = (OSError, OSError(text), None)

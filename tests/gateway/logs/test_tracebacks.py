@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from gateway.errors import BadRequestError
-from gateway.logs.lines import LEFT_OUT, Lines, told
+from gateway.logs.lines import LEFT_OUT, Lines, traceback_of
 
 SECRET = "the prompt of a tenant"
 
@@ -59,7 +59,7 @@ def foreign() -> list[BaseException]:
 def test_what_may_quote_a_request_is_left_out_in_every_place(error: BaseException) -> None:
     group = BaseExceptionGroup("a group", [error])
     for chain in ([error], [error, OSError("disk")], [OSError("disk"), error], [group], [group, error]):
-        text = told(caught(*chain))
+        text = traceback_of(caught(*chain))
         assert SECRET not in text
         assert type(error).__name__ in text
         assert LEFT_OUT in text
@@ -76,8 +76,8 @@ def test_what_may_quote_a_request_is_left_out_in_every_place(error: BaseExceptio
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_speaks_of_code_and_machines_is_told(error: BaseException) -> None:
-    lines = told(caught(error)).splitlines()
+def test_what_speaks_of_code_and_machines_is_traceback_of(error: BaseException) -> None:
+    lines = traceback_of(caught(error)).splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert f"{type(error).__name__}: {error}" in lines
 
@@ -85,15 +85,15 @@ def test_what_speaks_of_code_and_machines_is_told(error: BaseException) -> None:
 def test_errors_that_are_each_others_cause_end() -> None:
     one, two = OSError("one"), OSError("two")
     one.__cause__, two.__cause__ = two, one
-    assert told(one).count("Traceback") == 2
+    assert traceback_of(one).count("Traceback") == 2
 
 
-def test_an_error_without_a_text_is_told() -> None:
+def test_an_error_without_a_text_is_traceback_of() -> None:
     class OddError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert told(OddError()).endswith("OddError: (its text cannot be made)")
+    assert traceback_of(OddError()).endswith("OddError: (its text cannot be made)")
 
 
 def test_a_line_of_the_log_has_its_traceback_behind_it() -> None:
