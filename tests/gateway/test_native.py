@@ -159,9 +159,7 @@ SITES: dict[tuple[str, str], Callable[[pytest.MonkeyPatch, Path], Any]] = {
     ("byte_level.py", "_odd_marks"): lambda patch, _: _with(
         patch, byte_level, "normalizers", byte_level._odd_marks.__wrapped__
     ),
-    ("decode.py", "__init__"): lambda *_: decode.Decoding(Panicking(), {"added_tokens": [], "decoder": None}),  # type: ignore[arg-type]
-    ("decode.py", "_pending"): lambda *_: decode._WindowText(Panicking(), [1], frozenset()).feed([5]),  # type: ignore[arg-type]
-    ("decode.py", "_spell_alone"): lambda *_: decode._spell_alone(Panicking(), [1], 5),  # type: ignore[arg-type]
+    ("decode.py", "_decode_each"): lambda *_: decode._decode_each(Panicking()),  # type: ignore[arg-type]
     ("text_model.py", "tokens"): lambda *_: TextModel(Panicking(), None, "", 16, (), ()).tokens("Hello"),  # type: ignore[arg-type]
     ("text_model.py", "_around"): lambda *_: text_model._around(Panicking()),  # type: ignore[arg-type]
     ("text_model.py", "_tokenizer"): _files,
