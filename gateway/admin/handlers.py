@@ -118,7 +118,6 @@ class Admin:
         await self._sources.refresh()
         sources, engines = self._sources, self._sources.engines()
         queues = {lane: sources.queue(lane) for lane in LANES}
-        outcomes = ("admitted", "refused", "expired", "abandoned")
         body = {
             "version": sources.version,
             "uptime_s": round(time.monotonic() - self._started_s, 1),
@@ -128,19 +127,7 @@ class Admin:
                 _engine(engine, sum(queue.in_flight.get(engine.name, 0) for queue in queues.values()))
                 for engine in engines
             ],
-            "queues": {
-                lane: {
-                    "waiting": queue.waiting,
-                    "in_flight": queue.in_flight,
-                    "waiting_by_tenant": queue.waiting_by_tenant,
-                    **{outcome: getattr(queue, outcome) for outcome in outcomes},
-                    "overload": {
-                        model: {"holds": one.holds, "share": round(one.share, 3), "held_back": one.held_back}
-                        for model, one in queue.overload.items()
-                    },
-                }
-                for lane, queue in queues.items()
-            },
+            "queues": {lane: asdict(queue) for lane, queue in queues.items()},
             "prompts": sources.prompts(),
             "embeddings": sources.embeddings(),
             "ledger": self._ledger(),
@@ -150,7 +137,7 @@ class Admin:
             "response_cache": sources.response_cache(),
             "batches": sources.batches(),
             "tenants": {
-                tenant: {**asdict(totals), "cached_ratio": _ratio(totals.cached_tokens, totals.prompt_tokens)}
+                tenant: {**totals, "cached_ratio": _ratio(totals["cached_tokens"], totals["prompt_tokens"])}
                 for tenant, totals in self._metrics.totals.items()
             },
         }
@@ -170,15 +157,9 @@ class Admin:
         return None
 
     def _cache(self) -> dict[str, Any]:
-        totals = self._metrics.totals.values()
-        prompt = sum(total.prompt_tokens for total in totals)
-        cached = sum(total.cached_tokens for total in totals)
-        return {
-            "prompt_tokens": prompt,
-            "cached_tokens": cached,
-            "cached_ratio": _ratio(cached, prompt),
-            "tokenized_tokens": sum(total.tokenized_tokens for total in totals),
-        }
+        names = ("prompt_tokens", "cached_tokens", "tokenized_tokens")
+        sums = {name: sum(totals[name] for totals in self._metrics.totals.values()) for name in names}
+        return {**sums, "cached_ratio": _ratio(sums["cached_tokens"], sums["prompt_tokens"])}
 
 
 def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:

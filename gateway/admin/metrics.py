@@ -6,15 +6,15 @@ Requests are counted as they finish; figures of engines, queue, memos and Redis 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from gateway.admin.scraped import Scraped
 from gateway.admin.sources import Sources
-from gateway.admin.tallies import Count, Counts, Durations, IgnoredFieldCounts, Seconds
+from gateway.admin.tallies import Counts, Durations, IgnoredFieldCounts
 from gateway.api.record import CLIENT_LEFT, Record, is_final
 
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -38,21 +38,12 @@ COUNTED_AT_ONCE: Final = 64
 fetch all that counting needs."""
 
 
-@dataclass(slots=True)
-class Totals:
-    """Since the start, for /admin/stats."""
-
-    requests: int = 0
-    errors: int = 0  # answers of 4xx and 5xx, without clients that left
-    clients_left: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    lease_read_tokens: int = 0
-    lease_write_tokens: int = 0
-    completion_tokens: int = 0
-    tokenized_tokens: int = 0
-    embedded_tokens: int = 0
-    response_hits: int = 0  # answers from the response cache, whose tokens are not among these
+TOTALS: Final = (
+    *("requests", "errors", "clients_left"),
+    *(f"{kind}_tokens" for kind in TOKENS),
+    *("embedded_tokens", "response_hits"),
+)
+"""What /admin/stats shows of a tenant. Errors are answers of 4xx and 5xx; tokens of hits are not among the others."""
 
 
 class Metrics:
@@ -60,10 +51,9 @@ class Metrics:
 
     def __init__(self, sources: Sources) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self._totals: dict[str, Totals] = {}  # by tenant
+        self._hits: Counter[str] = Counter()  # answers from the response cache, by tenant
         self._finished: list[Record] = []  # hits that are in no sum yet
         self.in_flight = 0
-        self._children: dict[tuple[str, str], _Children] = {}
         self._requests = self._counts(
             "requests",
             "Finished requests; status 499 is a client that left.",
@@ -113,10 +103,21 @@ class Metrics:
             self._count(record)
 
     @property
-    def totals(self) -> Mapping[str, Totals]:
-        """By tenant."""
+    def totals(self) -> dict[str, dict[str, int]]:
+        """By tenant and name, of the routes under /v1 and /v1beta."""
         self._count_all()
-        return self._totals
+        found: list[tuple[str, str, float]] = [(tenant, "response_hits", hits) for tenant, hits in self._hits.items()]
+        for (endpoint, _, tenant, status), count in self._requests.items():
+            if endpoint.startswith("/v1"):
+                found.append((tenant, "requests", count.value))
+                if status >= "400":
+                    found.append((tenant, "clients_left" if status == str(CLIENT_LEFT) else "errors", count.value))
+        for name, counts in (*self._tokens.items(), ("embedded_tokens", self._embedded)):
+            found += [(tenant, name, count.value) for (_, tenant), count in counts.items()]
+        totals: dict[str, dict[str, int]] = {}
+        for tenant, name, number in found:
+            totals.setdefault(tenant, dict.fromkeys(TOTALS, 0))[name] += int(number)
+        return totals
 
     def exposition(self) -> bytes:
         """In the text format of Prometheus."""
@@ -131,8 +132,6 @@ class Metrics:
     def _count(self, record: Record) -> None:
         model, tenant = record.model or "unknown", record.tenant or "unknown"
         self._requests.of(record.endpoint, model, tenant, str(record.status)).value += 1
-        if record.endpoint.startswith("/v1"):
-            self._add_up(record, tenant)
         if record.traces:
             self._meter(record, model, tenant)
         if record.ignored.names:
@@ -141,31 +140,16 @@ class Metrics:
             self._embedded.of(model, tenant).value += record.embedded_tokens
             self._duration.of(model).add(record.total_ms / 1e3)
 
-    def _add_up(self, record: Record, tenant: str) -> None:
-        totals = self._totals.setdefault(tenant, Totals())
-        totals.requests += 1
-        totals.clients_left += record.status == CLIENT_LEFT
-        totals.errors += record.status >= 400 and record.status != CLIENT_LEFT
-        totals.embedded_tokens += record.embedded_tokens
-        for trace in record.traces:
-            if trace.hit is not None:
-                totals.response_hits += 1
-                totals.completion_tokens += trace.paid_tokens
-                continue
-            for name in self._tokens:
-                setattr(totals, name, getattr(totals, name) + getattr(trace, name))
-
     def _meter(self, record: Record, model: str, tenant: str) -> None:
-        if (children := self._children.get((model, tenant))) is None:
-            children = self._children[model, tenant] = self._labelled(model, tenant)
         for trace in record.traces:
             if trace.lookup is not None:
                 self._lookups.of(model, tenant, trace.lookup.outcome).value += 1
             if trace.hit is not None:  # no engine worked, and its figures would look as if one had
-                children.tokens["completion_tokens"].value += trace.paid_tokens
+                self._hits[tenant] += 1
+                self._tokens["completion_tokens"].of(model, tenant).value += trace.paid_tokens
                 continue
-            for name, count in children.tokens.items():
-                count.value += getattr(trace, name)
+            for name, counts in self._tokens.items():
+                counts.of(model, tenant).value += getattr(trace, name)
             if trace.lease is not None:
                 self._breakpoints.of(model, tenant, trace.lease.state).value += 1
             if trace.missed_by_key:
@@ -173,20 +157,10 @@ class Metrics:
             if trace.retries:
                 self._retries.of(model).value += trace.retries
             if trace.first_token_ms is not None:
-                children.first_token.add(trace.first_token_ms / 1e3)
-                children.queue.add(trace.queue_ms / 1e3)
-                children.overhead.add(trace.overhead_ms / 1e3)
-        children.duration.add(record.total_ms / 1e3)
-
-    def _labelled(self, model: str, tenant: str) -> _Children:
-        tokens = {name: counts.of(model, tenant) for name, counts in self._tokens.items()}
-        return _Children(
-            tokens=tokens,
-            first_token=self._first_token.of(model),
-            queue=self._queue.of(model),
-            overhead=self._overhead.of(model),
-            duration=self._duration.of(model),
-        )
+                self._first_token.of(model).add(trace.first_token_ms / 1e3)
+                self._queue.of(model).add(trace.queue_ms / 1e3)
+                self._overhead.of(model).add(trace.overhead_ms / 1e3)
+        self._duration.of(model).add(record.total_ms / 1e3)
 
     def _counts(self, name: str, text: str, labels: Sequence[str]) -> Counts:
         counts = Counts(f"kvasir_{name}", text, labels)
@@ -197,14 +171,3 @@ class Metrics:
         durations = Durations(f"kvasir_{name}_seconds", f"Seconds. {text}", ("model",), buckets)
         self.registry.register(durations)
         return durations
-
-
-@dataclass(frozen=True, slots=True)
-class _Children:
-    """The metrics of one model and tenant: looking labels up costs more than counting."""
-
-    tokens: Mapping[str, Count]
-    first_token: Seconds
-    queue: Seconds
-    overhead: Seconds
-    duration: Seconds

@@ -56,6 +56,10 @@ class Counts(Collector):
             count = self._series[labels] = Count()
         return count
 
+    def items(self) -> Iterable[tuple[tuple[str, ...], Count]]:
+        """The values of the labels of each series, and the series."""
+        return self._series.items()
+
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for labels, count in self._series.items():

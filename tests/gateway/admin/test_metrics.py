@@ -72,8 +72,8 @@ def test_a_request_is_counted_as_it_was_when_it_ended(hit: Hit | None) -> None:
     metrics.finished(record)
     if hit is None:
         record.traces[0].completion_tokens = 99
-    assert metrics.totals["north"].completion_tokens == (2 if hit is None else 0)
-    assert metrics.totals["north"].response_hits == (hit is not None)
+    assert metrics.totals["north"]["completion_tokens"] == (2 if hit is None else 0)
+    assert metrics.totals["north"]["response_hits"] == (hit is not None)
 
 
 def test_what_a_finished_request_found_in_the_cache_is_let_go() -> None:
@@ -86,7 +86,7 @@ def test_what_a_finished_request_found_in_the_cache_is_let_go() -> None:
     gone = weakref.ref(found)
     del found, record
     assert gone() is None
-    assert metrics.totals["north"].requests == 1
+    assert metrics.totals["north"]["requests"] == 1
 
 
 async def test_what_clients_invent_makes_no_new_series() -> None:
