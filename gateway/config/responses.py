@@ -83,11 +83,9 @@ class SemanticCacheSettings(Section):
     max_models: ClassVar = 64
     """Models of one tenant whose questions are kept: clients may make up names where a pattern serves them."""
     max_entries: ClassVar = 100_000
-    """Questions of one tenant to one model; `max_memory_bytes` is reached long before."""
+    """Questions of one tenant to one model in Redis."""
     max_scope_entries: ClassVar = 20_000
     """Questions that differ in the last message alone, so that one situation leaves room for others."""
-    max_bytes: ClassVar = 1 << 30
-    """Of the questions of one tenant to one model; `max_memory_bytes` bounds all of them."""
     max_memory_bytes: NonNegativeInt = 1 << 30
     """Bytes of all questions in a gateway's memory, about. The tenant with most loses its least recently used."""
     max_redis_bytes: NonNegativeInt = 32 << 20

@@ -16,6 +16,9 @@ Item = TypeVar("Item")
 
 Mode = Literal["on", "ask", "off"]
 
+VERSION: Final = 1
+"""Of keys and of what is stored under them: a change of either starts with an empty cache."""
+
 END: Final[Any] = object()
 """The last item of answers that do not say themselves where they end."""
 

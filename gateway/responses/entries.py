@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import struct
+import hashlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from xxhash import xxh3_64_intdigest
+import orjson
+from xxhash import xxh3_64_digest
 
 OVERHEAD_BYTES: Final = 512
 """What an entry costs besides its body and names: objects, tables, and its place in the order."""
-
-_HEAD: Final = struct.Struct("<32sddII")
-_SUM: Final = struct.Struct("<Q")
-"""In front of everything: what was cut or changed where it is kept is no entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One answer.
 
-    key        see key.py; compared on every look-up, whatever an answer is found by
+    key        compared on every look-up, whatever an answer is found by
     id         how it is called, 32 characters
     owner      whose it is: a tenant or a namespace that several share (Scope)
     model      as clients name it
@@ -43,20 +40,20 @@ class Entry:
         return len(self.body) + len(self.owner) + len(self.model) + OVERHEAD_BYTES
 
     def to_bytes(self) -> bytes:
-        owner, model = self.owner.encode(), self.model.encode()
-        head = _HEAD.pack(self.key, self.created_s, self.expires_s, len(owner), len(model))
-        written = head + owner + model + self.body
-        return _SUM.pack(xxh3_64_intdigest(written)) + written
+        """A checksum, a JSON array, a line end, and the body."""
+        head = orjson.dumps([self.key.hex(), self.owner, self.model, self.created_s, self.expires_s])
+        written = head + b"\n" + self.body
+        return xxh3_64_digest(written) + written
 
     @classmethod
     def from_bytes(cls, name: str, data: bytes) -> Entry:
         """Raises ValueError for what `to_bytes` did not write."""
-        start = _SUM.size + _HEAD.size
-        if len(data) < start or _SUM.unpack_from(data)[0] != xxh3_64_intdigest(memoryview(data)[_SUM.size :]):
+        checksum, written = data[:8], data[8:]
+        if checksum != xxh3_64_digest(written):
             raise ValueError("an entry is cut short, or changed")
-        key, created_s, expires_s, owner, model = _HEAD.unpack_from(data, _SUM.size)
-        names = data[start : start + owner], data[start + owner : start + owner + model]
-        return cls(key, name, names[0].decode(), names[1].decode(), created_s, expires_s, data[start + owner + model :])
+        head, _, body = written.partition(b"\n")
+        key, owner, model, created_s, expires_s = orjson.loads(head)
+        return cls(bytes.fromhex(key), name, owner, model, created_s, expires_s, body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +112,12 @@ class Content:
     finish: str | None
     text: str
     calls: tuple[tuple[str, str], ...] = ()
+
+
+def entry_id(key: bytes) -> str:
+    """The name of an answer for clients and operators. It says nothing of the request, nor can it be made without
+    knowing all of the request and its tenant."""
+    return hashlib.sha256(b"kvasir-entry" + key).hexdigest()[:32]
 
 
 class Answers(Protocol):

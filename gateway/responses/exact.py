@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from gateway.errors import RedisDownError
-from gateway.responses.entries import Entry
+from gateway.responses.entries import Entry, entry_id
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries
-from gateway.responses.key import entry_id
 from gateway.storage.memory_bytes import MemoryFigures
 
 if TYPE_CHECKING:

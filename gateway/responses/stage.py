@@ -21,10 +21,9 @@ from gateway.config import ResponseCacheSettings
 from gateway.errors import KvasirError, NotCachedError
 from gateway.responses.base import END, Audited, Item, Mode, Query, Recorded, Stored
 from gateway.responses.engine_answers import EngineQuery, Generate, find_bypass
-from gateway.responses.entries import Entry
+from gateway.responses.entries import Entry, entry_id
 from gateway.responses.exact import ExactCache
 from gateway.responses.flights import Flight
-from gateway.responses.key import entry_id
 from gateway.tasks import off_loop
 from gateway.types import (
     CallDelta,

@@ -1,26 +1,24 @@
-"""What makes two requests to an upstream one, and which of them the response cache is for. Pure.
+"""When two requests to an upstream are equal, and which of them the response cache is for. Pure.
 
-Their bodies are not known here but as JSON: everything in them counts, unknown fields too, except what is known to
-change no answer. Names may come in any order where it is certain that no model reads it: those of the body, of a turn,
-and of a part of one. Deeper down are schemas, and arguments of earlier calls. Large bodies are the same only byte for
-byte.
+A body is JSON of which everything counts, unknown fields too, except what is known to change no answer. The order of
+names does not count where no model reads it: in the body, in a turn, and in a part of one. Deeper are schemas, and
+arguments of earlier calls. Large bodies are equal only byte for byte.
 
-A text of which it is not certain that it is the user's last one, or a request that may be for more than a text, has the
-exact cache alone: no other request means the same.
+A request that does not certainly end with a text of its user, or that may be for more than a text, has the exact cache
+alone: no other request means the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Final, NamedTuple
 
 import orjson
 
 from gateway.config import ResponseCacheSettings
-from gateway.responses.base import Mode, Situation, find_refusal
-from gateway.responses.key import VERSION
+from gateway.responses.base import VERSION, Mode, Situation, find_refusal
 from gateway.types import UpstreamRequest
 
 IGNORED: Final = frozenset(
@@ -28,29 +26,27 @@ IGNORED: Final = frozenset(
 )
 """Of a body's own names. What separates clients (prompt_cache_key, cache_salt) is not among them."""
 
-TURNS: Final = frozenset(("messages", "contents", "input"))
-"""Lists of them."""
-
+_TURNS: Final = frozenset(("messages", "contents", "input"))
 _PARTS: Final = frozenset(("content", "parts"))
-"""Lists of them, of a turn."""
+"""Names of lists of turns, and of the parts of a turn."""
 
 HEADERS: Final = frozenset(("anthropic-beta", "anthropic-version", "openai-beta"))
 """That change an answer, of those that go on to an upstream."""
 
 _STREAM: Final = ":streamGenerateContent"
 _WHOLE: Final = ":generateContent"
-CALLED: Final = ("tools", "functions", "mcp_servers", "web_search_options", "plugins")
+_CALLED: Final = ("tools", "functions", "mcp_servers", "web_search_options", "plugins")
 """What answers may call, at the client or at the upstream."""
 
 _KEPT_THERE: Final = ("store", "background", "container")
 """What has an upstream keep something, or work with what it kept."""
 
 _RESPONSES: Final = "/v1/responses"
-_GONE_ON_WITH: Final = ("previous_response_id", "conversation", "prompt")
-"""The same of a response, which an upstream keeps as well unless its request says that it is not to be stored."""
+_CONTINUED: Final = ("previous_response_id", "conversation", "prompt")
+"""The same of a response, which an upstream keeps as well unless `store` is false."""
 
 _VECTORS: Final = "/v1/embeddings"
-"""A text has one vector, whatever is said of sampling."""
+"""A text has one vector, whatever the sampling."""
 
 _STRICTER: Final = ("on", "ask", "off")
 
@@ -65,16 +61,16 @@ _ALT: Final = frozenset(("alt=json", "alt=sse"))
 get."""
 
 MAX_MODEL_CHARS: Final = 256
-"""Of a model's name that questions are kept under: where a pattern matches, clients choose it."""
+"""Of a model's name that questions are stored under: where a pattern matches, clients choose it."""
 
 TIERS: Final = ("service_tier", "priority")
 """Names in a body that say how long an answer may take, and nothing of what it says."""
 
 MAX_SECTION_NAMES: Final = 256
-"""Of a body or a section of it. One with more is for no API, and not looked through."""
+"""Of a body or a section of it. One with more is for no API, and not read."""
 
 DEFAULT_TEMPERATURE: Final = 1.0
-"""What the APIs take for a request that says none."""
+"""Of a request without one, in all of the APIs."""
 
 
 class _Chat(NamedTuple):
@@ -161,49 +157,43 @@ def upstream_key(request: UpstreamRequest, route_text: str) -> bytes:
     return _digest("upstream", request, request.values, route_text)
 
 
-def _digest(kind: str, request: UpstreamRequest, said: Mapping[str, Any], route_text: str) -> bytes:
+def _digest(kind: str, request: UpstreamRequest, values: Mapping[str, Any], route_text: str) -> bytes:
     parts = (
         ("kvasir", kind, VERSION),
         ("scope", request.owner.salt, request.reuse.partition),
         ("route", request.dialect, route_of(request), request.model, route_text),
         ("query", sorted(part for part in request.query.split("&") if part and part not in _ALT)),
         ("headers", sorted(item for item in request.headers if item[0] in HEADERS)),
-        ("body", _canonical(said)),
+        ("body", _canonical(values)),
     )
     return hashlib.sha256(orjson.dumps(parts)).digest()
 
 
-def _canonical(said: Mapping[str, Any]) -> dict[str, Any]:
-    """A body in which the order of names says nothing that no model reads."""
+def _canonical(values: Mapping[str, Any]) -> Any:
+    """A body with names in order, where no model reads their order."""
+    counted = {name: value for name, value in values.items() if name not in IGNORED}
+    return _sorted(counted, _TURNS, lambda turn: _sorted(turn, _PARTS, lambda part: _sorted(part)))
+
+
+def _sorted(value: Any, lists: Set[str] = frozenset(), inner: Callable[[Any], Any] = lambda item: item) -> Any:
+    """An object with its names in order, and so what is in its `lists`."""
+    if type(value) is not dict:
+        return value
     return {
-        name: list(map(_turn, value)) if name in TURNS and type(value) is list else value
-        for name, value in sorted(said.items())
-        if name not in IGNORED
+        name: list(map(inner, member)) if name in lists and type(member) is list else member
+        for name, member in sorted(value.items())
     }
-
-
-def _turn(turn: Any) -> Any:
-    if type(turn) is not dict:
-        return turn
-    return {
-        name: list(map(_part, value)) if name in _PARTS and type(value) is list else value
-        for name, value in sorted(turn.items())
-    }
-
-
-def _part(part: Any) -> Any:
-    return dict(sorted(part.items())) if type(part) is dict else part
 
 
 def find_upstream_bypass(
     request: UpstreamRequest, settings: ResponseCacheSettings, mode: Mode, *, known: bool
 ) -> str | None:
-    """As eligibility.find_bypass, with the stricter of its `mode` and that of upstreams, and
+    """As engine_answers.find_bypass, with the stricter of its `mode` and that of upstreams, and
 
-    route     answers of this route, or in this form, are not kept; `known` is whether they could be
+    route     answers of this route, or in this form, are not stored; `known` is whether they could be
     stateful  the upstream is to keep something of it
     names     it has a name twice
-    numbers   it has a whole number that some parsers round, so that another request would look alike here
+    numbers   it has a whole number that some parsers round, so that another request would look equal here
     """
     values, reuse = request.values, request.reuse
     if request.path != _VECTORS:
@@ -214,7 +204,7 @@ def find_upstream_bypass(
         return "route"
     if _is_stateful(request):
         return "stateful"
-    if any(values.get(name) not in (None, []) for name in CALLED) and not (settings.tool_calls or reuse.asked):
+    if any(values.get(name) not in (None, []) for name in _CALLED) and not (settings.tool_calls or reuse.asked):
         return "tools"
     if not (settings.requests == "all" or reuse.asked or request.path == _VECTORS or _deterministic(values)):
         return "sampling"
@@ -226,20 +216,19 @@ def _is_sse(request: UpstreamRequest) -> bool:
 
 
 def _find_odd(request: UpstreamRequest) -> str | None:
-    """Parsers differ in which of two names they take, and in how they read long numbers: the upstream might answer
-    another request than the one that was looked for here, and its answer would be stored for the latter."""
+    """Parsers differ in which of two equal names they take, and in how they read long numbers: the upstream might
+    answer another request than the one that was looked up here, and its answer would be stored for the latter."""
     if is_large(request) or orjson.dumps(request.values) == request.body:  # as most clients write it
         return None
     try:
         json.loads(request.body, object_pairs_hook=_once, parse_int=_exact)
     except _OddError as odd:
-        return odd.reason
+        return str(odd)
     return None
 
 
 class _OddError(Exception):
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    """Its message is the reason of a bypass."""
 
 
 def _once(members: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -249,7 +238,6 @@ def _once(members: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _exact(written: str) -> None:
-    """What fits into 64 bits is read as it is written."""
     if len(written) > _LONGEST or not _LEAST <= int(written) <= _MOST:
         raise _OddError("numbers")
 
@@ -261,7 +249,7 @@ def _is_stateful(request: UpstreamRequest) -> bool:
         return True
     if request.path != _RESPONSES:
         return any(values.get(name) for name in _KEPT_THERE)
-    if values.get("store") is not False or any(values.get(name) for name in (*_KEPT_THERE, *_GONE_ON_WITH)):
+    if values.get("store") is not False or any(values.get(name) for name in (*_KEPT_THERE, *_CONTINUED)):
         return True
     items = values.get("input")
     types = [item.get("type") for item in items if isinstance(item, dict)] if isinstance(items, list) else []
@@ -269,14 +257,14 @@ def _is_stateful(request: UpstreamRequest) -> bool:
 
 
 def _deterministic(values: Mapping[str, Any]) -> bool:
-    """As the client asks for it. How far an upstream keeps to a seed is its own."""
+    """Whether the client wants it so; how far an upstream keeps to a seed is not known."""
     inside = sampling_of(values)
     temperature = inside.get("temperature")
     return (type(temperature) in (int, float) and temperature == 0) or type(inside.get("seed")) is int
 
 
 def sampling_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where a body says how its answer is sampled."""
+    """The part of a body with the temperature and the like."""
     config = values.get("generationConfig") or values.get("generation_config")
     return config if isinstance(config, dict) else values
 
@@ -284,7 +272,7 @@ def sampling_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def find_unfit(request: UpstreamRequest, max_temperature: float) -> str | None:
     """See Query."""
     values = request.values
-    if any(values.get(name) not in (None, []) for name in CALLED):
+    if any(values.get(name) not in (None, []) for name in _CALLED):
         return "tools"
     sections = [values, *(values[name] for name in _SECTIONS if isinstance(values.get(name), dict))]
     if len(request.model) > MAX_MODEL_CHARS or not all(map(_is_plain, sections)):
@@ -306,41 +294,41 @@ def find_upstream_situation(request: UpstreamRequest, route_text: str) -> Situat
 
 
 def _is_plain(section: Mapping[str, Any]) -> bool:
-    """Whether nothing in it asks for more than one text."""
+    """True if nothing in it is for more than one text."""
     return len(section) <= MAX_SECTION_NAMES and all(
         value is None or value in _PLAIN.get(name.replace("_", "").lower(), (value,)) for name, value in section.items()
     )
 
 
 def _cut(values: Mapping[str, Any], chat: _Chat) -> tuple[str, dict[str, Any]] | None:
-    """What the user said last, and everything else."""
+    """The user's last text, and the body without it."""
     turns = values.get(chat.turns)
     if chat.alone and isinstance(turns, str):
         return turns, {**values, chat.turns: None}
-    if not isinstance(turns, list) or not turns or not all(_says_texts(turn, chat) for turn in turns):
+    if not isinstance(turns, list) or not turns or not all(_is_text_only(turn, chat) for turn in turns):
         return None
     *before, last = turns
     if last.get("role", "user") != "user":
         return None
-    said = last[chat.parts]
-    if isinstance(said, str):
-        text, emptied = said, None
+    content = last[chat.parts]
+    if isinstance(content, str):
+        text, emptied = content, None
     else:
-        *parts, part = said
+        *parts, part = content
         text, emptied = part["text"], [*parts, {**part, "text": None}]
     return text, {**values, chat.turns: [*before, {**last, chat.parts: emptied}]}
 
 
-def _says_texts(turn: Any, chat: _Chat) -> bool:
+def _is_text_only(turn: Any, chat: _Chat) -> bool:
     """True if the message consists of text parts only."""
     if not isinstance(turn, dict) or str(turn.get("role", "user")) not in _SPEAKERS:
         return False
     if turn.get("type", "message") != "message" or any(turn.get(name) for name in _MORE_THAN_TEXT):
         return False
-    said = turn.get(chat.parts)
-    if isinstance(said, str):
+    content = turn.get(chat.parts)
+    if isinstance(content, str):
         return bool(chat.texts)
-    return isinstance(said, list) and bool(said) and all(_is_text(part, chat) for part in said)
+    return isinstance(content, list) and bool(content) and all(_is_text(part, chat) for part in content)
 
 
 def _is_text(part: Any, chat: _Chat) -> bool:

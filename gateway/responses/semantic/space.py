@@ -86,7 +86,7 @@ class Candidates:
     for the `max_scope_entries` that there may be."""
 
     def __init__(self, dimensions: int) -> None:
-        self.held: OrderedDict[bytes, Held] = OrderedDict()  # by key, used last at the end
+        self.held: dict[bytes, Held] = {}  # by key, oldest first
         self._rows: list[Held] = []
         self._vectors: Floats = np.zeros((FIRST_ROWS, dimensions), dtype=np.float32)
 
@@ -170,25 +170,21 @@ class Space:
         entry = sight.neighbours[0].entry
         if entry.key in self._held:
             self._held.move_to_end(entry.key)
-            self._scopes[entry.scope].held.move_to_end(entry.key)
 
     def remember(self, entry: AnsweredQuestion, read: Features | None = None) -> bool:
-        """In place of the one with its key. False for one that is expired, too large, or of another encoder.
+        """In place of the one with its key. False for one that is expired, or of another encoder.
 
         read  the features of its text, where they are known
         """
         self.remove(entry.key)
-        settings = self._settings
         candidates = self._scopes.get(entry.scope)
         vector = np.frombuffer(entry.vector, dtype="<f4")
         if candidates is not None and candidates.dimensions != len(vector):
             return False
-        if entry.expires_s <= self._now() or entry.num_bytes > settings.max_bytes or not settings.max_entries:
+        if entry.expires_s <= self._now():
             return False
-        if candidates is not None and len(candidates.held) >= settings.max_scope_entries:
+        if candidates is not None and len(candidates.held) >= self._settings.max_scope_entries:
             self._evict(next(iter(candidates.held)))
-        while len(self._held) >= settings.max_entries or self.bytes + entry.num_bytes > settings.max_bytes:
-            self.evict_oldest()
         candidates = self._scopes.setdefault(entry.scope, Candidates(len(vector)))
         self._held[entry.key] = candidates.add(entry, read or features(entry.text), vector)
         self.bytes += entry.num_bytes

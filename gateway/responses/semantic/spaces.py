@@ -16,8 +16,7 @@ import orjson
 
 from gateway.config import SemanticCacheSettings
 from gateway.errors import RedisDownError
-from gateway.responses.entries import About
-from gateway.responses.key import entry_id
+from gateway.responses.entries import About, entry_id
 from gateway.responses.semantic.questions import READ_AT_A_TIME, AnsweredQuestion, RedisQuestions
 from gateway.responses.stored_answers import Removal
 from gateway.tasks import cancel, spawn

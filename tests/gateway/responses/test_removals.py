@@ -8,10 +8,9 @@ from collections import defaultdict
 import pytest
 
 from gateway.errors import RedisDownError
-from gateway.responses.entries import About, Chosen, Entry
+from gateway.responses.entries import About, Chosen, Entry, entry_id
 from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.key import entry_id
 from gateway.responses.stored_answers import KEY, LATE_S, LOOKED_AT, MAX_BYTES, Removal, RemovalEpoch, StoredAnswers
 from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.redis_process import RedisProcess

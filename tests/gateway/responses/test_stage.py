@@ -22,10 +22,10 @@ from gateway.errors import (
     QueueFullError,
 )
 from gateway.responses.base import Match, Mode, Query, Regenerate
+from gateway.responses.engine_answers import request_key
 from gateway.responses.entries import Entry
 from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.exact import ExactCache
-from gateway.responses.key import request_key
 from gateway.responses.stage import ResponseCache
 from gateway.types import (
     CallDelta,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from gateway.config import EmbeddingSettings
 from gateway.errors import DeadlineError, EmbedderError, QueueFullError
-from gateway.responses.embedding.embedder import SLICE_CHARS, Embedder
+from gateway.responses.embedding.embedder import Embedder
 from gateway.types import EmbeddingInput
 from tests.fakes.embedding import LIMIT_S, FakeTextModel, fake_embedder
 from tests.fakes.waiting import until
@@ -228,17 +228,6 @@ async def test_long_texts_are_tokenised_in_a_thread(model: FakeTextModel, monkey
     assert threads == [threading.current_thread().name] * 2
     await embedder.tokens(["12345", "123456"])
     assert all(name.startswith("embed") for name in threads[2:])
-
-
-async def test_long_requests_are_tokenised_in_turns(model: FakeTextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(model, "tokens", lambda text: order.append(text[0]) or [len(text)])
-    embedder = fake_embedder(model, thread_chars=10)
-    long = ["a" * SLICE_CHARS, "b" * (SLICE_CHARS - 1), "c", "d"]
-    counts, short = await asyncio.gather(embedder.tokens(long), embedder.tokens(["z" * 11]))
-    assert counts == [[SLICE_CHARS], [SLICE_CHARS - 1], [1], [1]]
-    assert short == [[11]]
-    assert order == ["a", "z", "b", "c", "d"]
 
 
 REQUESTS = st.lists(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine.protocol import Grammar, Hello, Namespace, Sampling
-from gateway.responses.key import IGNORED, entry_id, find_situation, request_key
+from gateway.responses.engine_answers import IGNORED, find_situation, request_key
+from gateway.responses.entries import entry_id
 from gateway.types import (
     ChatPrompt,
     Constraint,
@@ -166,7 +167,7 @@ KEY = request_key(REQUEST, MODEL)
 
 
 def test_the_key_of_a_large_request_says_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.responses.key.LARGE", -1)
+    monkeypatch.setattr("gateway.responses.engine_answers.LARGE", -1)
     own = request_key(REQUEST, MODEL)
     assert own != KEY
     monkeypatch.setitem(globals(), "KEY", own)  # which `changed` compares with
