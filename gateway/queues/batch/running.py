@@ -1,7 +1,7 @@
 """The lines that this gateway runs: claimed while there is room for more, each run until it has a result or waits
-again, their leases renewed. Any number of gateways do so; who has lost a lease stops: somebody else has the line.
+again, their leases renewed. A line whose lease was lost is cancelled: another gateway has it.
 
-A result is on disk before it is told to be one. What runs while Redis is away waits with its result.
+A result is on disk before it is stored as one. Lines that end while Redis is unreachable keep their result until then.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MODELS_AT_ONCE: Final = 64
-"""Whose lines are looked at, at a time, besides those of paused ones."""
+"""Models whose lines are looked at, besides paused ones."""
 
 ROW_BYTES: Final = 64 << 20
-"""Rows of all lines that run on one gateway, beside server.max_bodies_bytes: a row of the largest size fits in any
-case, and is parsed to a few times its bytes."""
+"""Of the rows of all lines that run on one gateway, besides server.max_bodies_bytes; one row may have more."""
 
 FULL_S: Final = 30.0
 """Until lines are claimed again after the disk was full."""
 
 
 class RunningLines:
-    """One gateway's. `room` is set whenever lines may be claimed that could not be before."""
+    """Those of one gateway. `room` is set when lines may be claimed that could not be before."""
 
     def __init__(
         self, stores: Stores, runner: Runner, owner: str, clock: Callable[[], float], job_done: Callable[[str], None]
     ) -> None:
-        """`job_done` gets the id of a job of which the last line got its result here."""
+        """`job_done` gets the id of a job whose last line got its result here."""
         self.room = asyncio.Event()
         self.pauses = Pauses(clock)
         self._apart = Apart()
@@ -65,18 +64,18 @@ class RunningLines:
         return len(self._running)
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Those that run them; who cancels them lets go of the lines, or leaves them to others."""
+        """Tasks that run them. A caller that cancels them puts the lines back, or leaves them to other gateways."""
         return [task for _, task in self._running.values()]
 
     def figures(self) -> dict[str, int]:
-        """How many run, the models that are paused, and what became of lines since the start: results by kind, those
-        that were put back, and those that another gateway had lost."""
+        """How many lines run, how many models are paused; and since the start: results by kind, lines that were put
+        back, and lines that were taken over from another gateway."""
         kinds: tuple[Kind, ...] = ("succeeded", "failed", "cancelled", "expired")
         figures = {"in_flight": len(self), "paused_models": self.pauses.num_paused()}
         return figures | {name: self._counted[name] for name in (*kinds, "put_back", "taken_over")}
 
-    async def let_go(self) -> None:
-        """What was running waits again, for others at once. Raises OverloadedError."""
+    async def put_all_back(self) -> None:
+        """Puts all lines back. Raises OverloadedError."""
         try:
             for claim, _ in self._running.values():
                 await self._lines.put_back(self._owner, claim)
@@ -89,7 +88,7 @@ class RunningLines:
             return
         if self._clock() >= self._took_over_s + self._settings.poll_s:
             self._took_over_s = self._clock()
-            if not await asyncio.to_thread(self._folder.has_room):  # what runs now, would run for nothing
+            if not await asyncio.to_thread(self._folder.has_room):  # for results
                 self._wait_for_room()
                 return
             now_ms = round(self._now() * 1e3)
@@ -99,14 +98,12 @@ class RunningLines:
             self._begin(claims)
         found = await self._lines.models(MODELS_AT_ONCE + self.pauses.num_paused())
         running = Counter(claim.model for claim, _ in self._running.values())
-        models = self.pauses.open(found, running)
+        models = self.pauses.open(found)
         models.sort(key=lambda model: running[model])  # one whose lines take long leaves room for the others
         for number, model in enumerate(models):
             share = -(-self._room_for() // (len(models) - number))  # what one does not use, the others have
             if self.pauses.is_doubted(model):
                 share = min(share, 1)
-            if any(claim.deaths and claim.model == model for claim, _ in self._running.values()):
-                share = 0  # it runs by itself
             if share > 0:
                 claims = await self._lines.claim(self._owner, model, share, self._until_ms())
                 self._begin(claims)
@@ -114,11 +111,11 @@ class RunningLines:
                     self.pauses.idle(model)
 
     async def renew(self) -> None:
-        """Their leases; lines that somebody else has are stopped. Raises OverloadedError."""
+        """Renews their leases, and cancels lines that another gateway has. Raises OverloadedError."""
         asked = dict(self._running)
         ours = set(await self._lines.renew(self._owner, list(asked), self._until_ms())) if asked else set()
         for ref, held in asked.items():
-            if ref not in ours and self._running.get(ref) is held:  # else it ended, and may have been claimed once more
+            if ref not in ours and self._running.get(ref) is held:  # else it ended, and may have been claimed again
                 del self._running[ref]
                 held[1].cancel()
                 self.room.set()
@@ -132,7 +129,7 @@ class RunningLines:
         cancelled = False
         try:
             job = await self._surely(lambda: self._jobs.find(claim.ref.job))
-            if job is None:  # it is forgotten, and this line with it
+            if job is None:  # forgotten, and this line with it
                 await self._surely(lambda: self._lines.complete(claim, Result("failed"), NO_USAGE))
                 await self._surely(lambda: self._lines.forget(claim.ref.job))
             elif (why := why_dropped(job, self._now())) is not None:
@@ -158,7 +155,7 @@ class RunningLines:
             else:
                 await self._surely(lambda: self._lines.complete(claim, Result("failed"), NO_USAGE))
         finally:
-            if not cancelled:  # `renew` and `let_go` forget what they cancel
+            if not cancelled:  # `renew` and `put_all_back` forget what they cancel
                 self._running.pop(claim.ref, None)
                 self.room.set()
 
@@ -205,12 +202,12 @@ class RunningLines:
         return round((self._now() + self._settings.lease_s) * 1e3)
 
     def _wait_for_room(self) -> None:
-        if self._clock() >= self._no_room_until_s:  # the lines that ran together are told once
+        if self._clock() >= self._no_room_until_s:  # once for all lines that ran together
             log.warning("lines of batches wait for %g s: their disk has no room for results", FULL_S)
             self._no_room_until_s = self._clock() + FULL_S
 
     async def _surely(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """What `call` returns, however long Redis is away."""
+        """What `call` returns, however long Redis is unreachable."""
         while True:
             try:
                 return await call()
@@ -219,8 +216,8 @@ class RunningLines:
 
 
 class Apart:
-    """Which lines run together. One whose engine died at work on it runs by itself the next time, among those of its
-    model on this gateway: if it was the cause, it takes no other line with it."""
+    """Which lines run together. A line whose engine died runs without other lines of its model on this gateway: if it
+    was the cause, no other line fails with it."""
 
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()
@@ -230,8 +227,7 @@ class Apart:
 
     @asynccontextmanager
     async def turn(self, model: str, num_bytes: int, *, alone: bool) -> AsyncIterator[None]:
-        """Entered when the line, with a row of so many bytes, may run. `alone`: no other line of the model runs until
-        it is left."""
+        """Entered when the line, with a row of so many bytes, may run; `alone`: without other lines of the model."""
         while (
             model in self._alone
             or (alone and self._running[model])

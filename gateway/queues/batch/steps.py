@@ -1,6 +1,6 @@
 """What is done for a job besides running its lines: it is validated, planned and queued; its lines are dropped when its
-time is over; its results are written. What is next follows from its record (job.py), so whoever comes after somebody
-who was killed goes on, and whatever is done twice comes to the same.
+time is over; its results are written. The next step follows from its record (job.py), so another gateway goes on after
+a kill, and a step that is done twice comes to the same.
 """
 
 from __future__ import annotations
@@ -32,31 +32,28 @@ CHUNK_BYTES: Final = 1 << 20
 """Of rows or results that are in memory at a time; one alone may have more."""
 
 SLICE_S: Final = 0.5
-"""Of planning one job, after which those of other tenants have their turn."""
-
-OTHERS_S: Final = 0.0002
-"""That the loop is away for, from which on it is taken to have had something else to do."""
+"""Of planning one job, before those of other tenants have their turn."""
 
 HELD_UP_S: Final = 30.0
 """Until a job is tried again that found no room."""
 
 AWAY_S: Final = 2.0
-"""Until a job is tried again whose lines could not be planned, or that somebody else has."""
+"""Until a job is tried again whose lines could not be planned, or that another gateway has."""
 
 PATIENCE_S: Final = 300.0
-"""That a job that may ask several models waits for one which nobody serves, so that its lines can be put in order."""
+"""That a job with several models waits for a model without an engine, so that its lines can be put in order."""
 
 NO_ENGINE: Final = JobError(
     "model_not_available", "Nobody serves its model now: the engines are away, or there are none."
 )
-"""What a job says whose lines cannot be planned."""
+"""The error of a job whose lines cannot be planned."""
 
 OK: Final[tuple[Kind, ...]] = ("succeeded",)
 NOT_OK: Final[tuple[Kind, ...]] = ("failed", "cancelled", "expired")
 
 
 class HeldUpError(Exception):
-    """A job cannot go on now: there is no room for its results, say. It is tried again after `retry_s`."""
+    """A job cannot go on now, for want of disk space, say. It is tried again after `retry_s`."""
 
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
@@ -67,19 +64,19 @@ _UNREADABLE: Final = JobError("server_error", "The input could not be read, for 
 
 
 class Steps:
-    """One gateway's. `owner` is who it says it is."""
+    """Those of one gateway, whose leases are in the name of `owner`."""
 
     def __init__(self, stores: Stores, runner: Runner, owner: str, clock: Callable[[], float]) -> None:
-        """`clock` is for how long something took."""
+        """`clock` measures durations."""
         self._jobs, self._lines, self._folder = stores.jobs, stores.lines, stores.folder
         self._files, self._settings, self._now = stores.files, stores.settings, stores.now
         self._runner = runner
         self._owner = owner
         self._clock = clock
-        self._planning = asyncio.Lock()  # several jobs at a time would leave nothing of the loop to others
+        self._planning = asyncio.Lock()  # one job at a time, which leaves time of the loop to requests
         self._do: Mapping[Step, Callable[[Job, Progress], Awaitable[None]]] = {
             "validate": self._validate,
-            "plan": self._plan_in_turn,
+            "plan": self._plan,
             "queue": self._queue,
             "drop": self._drop,
             "finalize": self._finalize,
@@ -90,9 +87,9 @@ class Steps:
         return next_step(job, await self._lines.progress(job.id), self._now()) != "wait"
 
     async def advance(self, job_id: str) -> bool:
-        """Does what there is to do for a job. False when there is no use in looking again at once: somebody else does
-        it, or its last lines run. Planning is left after SLICE_S. Raises HeldUpError, OverloadedError and StorageError;
-        whatever was done until then is done."""
+        """Does what there is to do for a job. False when looking again at once is useless: another gateway does it, or
+        its last lines run. Planning stops after SLICE_S. Raises HeldUpError, OverloadedError and StorageError; what was
+        done until then stays done."""
         if not await self._lease(job_id):
             return False
         dropped, until_s = False, self._clock() + SLICE_S
@@ -142,7 +139,7 @@ class Steps:
             return Checked([], [_UNREADABLE])
 
     async def _planned(self, job: Job, row: bytes) -> LinePlan | None:
-        """None: it is to be asked for again."""
+        """None: later."""
         try:
             with no_panic():
                 plan = await self._runner.plan(job, row)
@@ -156,33 +153,24 @@ class Steps:
             return LinePlan("")  # the job asks several models: the lines of the others need not wait for this one
         return plan
 
-    async def _plan_in_turn(self, job: Job, progress: Progress) -> None:
-        async with self._planning:
-            await self._plan(job, progress)
-
     async def _plan(self, job: Job, progress: Progress) -> None:
+        """Leaves half of the event loop's time to requests."""
         count = min(PLAN_AT_ONCE, job.counts.total - progress.planned)
-        rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count, CHUNK_BYTES)
-        plans = []
-        for row in rows:
-            began_s = self._clock()
-            if (plan := await self._planned(job, row)) is None:
-                break
-            plans.append(plan)
-            await self._leave_half(self._clock() - began_s)
-        if plans:
-            await self._lines.stage(job.id, progress.planned, plans)
+        async with self._planning:
+            rows = await asyncio.to_thread(self._folder.read_lines, job, progress.planned, count, CHUNK_BYTES)
+            plans = []
+            for row in rows:
+                began_s = self._clock()
+                if (plan := await self._planned(job, row)) is None:
+                    break
+                plans.append(plan)
+                await asyncio.sleep(self._clock() - began_s)
+            if plans:
+                await self._lines.stage(job.id, progress.planned, plans)
         if len(plans) < len(rows):
             await self._hold_up(job, NO_ENGINE, AWAY_S)
         elif job.errors:
             await self._jobs.put(states.held_up(job, None))
-
-    async def _leave_half(self, worked_s: float) -> None:
-        """Of the loop's time to requests that somebody waits for, as long as there are any."""
-        began_s = self._clock()
-        await asyncio.sleep(0)
-        if self._clock() - began_s >= OTHERS_S:
-            await asyncio.sleep(worked_s)
 
     async def _queue(self, job: Job, _: Progress) -> None:
         while await self._lines.queue(job.id, job.tenant, QUEUE_AT_ONCE):

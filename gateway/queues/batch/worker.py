@@ -1,10 +1,10 @@
-"""One gateway's share of the batch lane. Any number of them work on the same jobs.
+"""One gateway's share of the batch queue. Any number of gateways work on the same jobs, in three loops:
 
-    steps   looks for jobs for which something is to be done (steps.py), every batches.poll_s; sweeps now and then
+    steps   every batches.poll_s, does the next step of jobs (steps.py); sweeps now and then
     lines   claims lines and runs them (running.py)
-    leases  renews the leases of lines that run
+    leases  renews the leases of running lines
 
-While Redis is away nothing is begun.
+While Redis is unreachable nothing is begun.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Worker:
         self._loops = [tasks.spawn(work(), name=f"batch {name}") for name, work in loops]
 
     async def close(self) -> None:
-        """Lets go of everything; what ran waits again, for others at once."""
+        """Stops; what ran waits again, for other gateways at once."""
         await self.kill()
         with suppress(OverloadedError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._running.let_go()
+                await self._running.put_all_back()
 
     async def kill(self) -> None:
-        """Stops without telling anybody."""
+        """Stops without putting lines back."""
         left = {*self._loops, *self._stepping.values(), *self._running.tasks()}
         while left:
             for task in left:
@@ -90,7 +90,7 @@ class Worker:
         return len(self._running)
 
     def figures(self) -> dict[str, int]:
-        """Those of the lines that run here (RunningLines), and the jobs that have not ended, as they were seen last."""
+        """See RunningLines.figures; and the open jobs at the last look."""
         return self._running.figures() | {"open_jobs": self._open_jobs}
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -136,8 +136,8 @@ class Worker:
             self._changed.set()
 
     async def sweep(self) -> None:
-        """Forgets jobs that are over their time, and removes what belongs to none. Other gateways may do the same at
-        the same time. Raises OverloadedError and StorageError."""
+        """Forgets jobs whose time is over, and removes what belongs to none. Other gateways may do so at the same time.
+        Raises OverloadedError and StorageError."""
         stores, now_s = self._stores, self._stores.now()
         over = await stores.jobs.over(round(now_s * 1e3), FORGET_AT_ONCE)
         stuck = [job for job in await stores.jobs.open() if now_s >= job.expires_s + self._settings.keep_s]
@@ -148,7 +148,6 @@ class Worker:
                 await self._sweep_folder(tenant, job_id)
         await asyncio.to_thread(stores.folder.sweep)
         self._not_before = {name: until_s for name, until_s in self._not_before.items() if until_s > self._clock()}
-        self._running.pauses.forget()
 
     async def _sweep_folder(self, tenant: str, job_id: str) -> None:
         """A gateway that lost a line, and did not know it yet, may have written its result after the job's end."""
@@ -166,14 +165,10 @@ class Worker:
             await _while_up(self._running.claim)
             await _event(self._running.room, self._settings.poll_s)
 
-    # -- leases -------------------------------------------------------------------------------------------------------
-
     async def _renew(self) -> None:
         while not tasks.was_cancelled():
             await asyncio.sleep(self._settings.lease_s / 3)
             await _while_up(self._running.renew)
-
-    # -- small things -------------------------------------------------------------------------------------------------
 
     def _job_done(self, job_id: str) -> None:
         self._not_before.pop(job_id, None)
@@ -187,15 +182,13 @@ class Worker:
 
 
 def _created_s(job_id: str) -> float:
-    """When a job was created; the name of a folder may be anything, and one of no job counts as created just now."""
-    try:
-        return int(job_id[:16], 16) / 1e6 if len(job_id) == 32 else float("inf")
-    except ValueError:
-        return float("inf")
+    """When a job was created, from its id; never for the name of a folder that is none."""
+    is_id = len(job_id) == 32 and set(job_id) <= set("0123456789abcdef")
+    return int(job_id[:16], 16) / 1e6 if is_id else float("inf")
 
 
 async def _while_up(work: Callable[[], Awaitable[None]]) -> None:
-    """Does it, or finds out that it cannot be done now."""
+    """Does it; a failure is logged, and the loop tries again."""
     try:
         with no_panic():
             await work()
