@@ -5,6 +5,7 @@ what comes in, answering.py has the prefix computed, a store keeps what was sent
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from aiohttp import web
@@ -44,23 +45,15 @@ EXAMPLE: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class CachedContents:
-    """Holds what its handlers need."""
+    """Holds what its handlers need. `now` is seconds since 1970, by the clock that the store goes by."""
 
-    def __init__(
-        self,
-        settings: GeminiSettings,
-        answering: Answering,
-        files: GeminiFiles,
-        store: ContentStore,
-        now: Callable[[], float],
-    ) -> None:
-        """`now` is seconds since 1970, by the clock that the store goes by."""
-        self._settings = settings
-        self._answering = answering
-        self._files = files
-        self._store = store
-        self._now = now
+    settings: GeminiSettings
+    answering: Answering
+    files: GeminiFiles
+    store: ContentStore
+    now: Callable[[], float]
 
     def routes(self) -> list[Route]:
         return [route for version in VERSIONS for route in self._routes(f"/{version}/cachedContents")]
@@ -87,18 +80,18 @@ class CachedContents:
         if content.model != model:
             raise invalid("cachedContent", f"it is of models/{content.model}, and the request of models/{shown(model)}")
         values = await off_loop(content.num_bytes, lambda: kept_values(content))
-        return content, CachedPrefix(values, marker(values, content.expires_s - self._now()))
+        return content, CachedPrefix(values, marker(values, content.expires_s - self.now()))
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/cachedContents"""
         tenant, body = http[TENANT], http[BODY]
-        await self._files.put_texts(http[RECORD], tenant, body)
+        await self.files.put_texts(http[RECORD], tenant, body)
         values = await parsed(http[RECORD], lambda _, body: read(body, CREATE), body)
         if not values.get("model"):
             raise missing("model")
-        name, now_s = model_name(values["model"]), in_ms(self._now())
-        end_s = expires_s(values, now_s, self._settings, default=True)
-        kept = await parsed(http[RECORD], lambda _, body: kept_part(body, self._settings), body)
+        name, now_s = model_name(values["model"]), in_ms(self.now())
+        end_s = expires_s(values, now_s, self.settings, default=True)
+        kept = await parsed(http[RECORD], lambda _, body: kept_part(body, self.settings), body)
         tokens, lease = await self._lease(http, tenant, name, values, end_s - now_s)
         content = CachedContent(
             name=new_name(),
@@ -111,13 +104,13 @@ class CachedContents:
             expires_s=end_s,
             display_name=values.get("displayName", ""),
         )
-        await self._store.put(tenant.name, content)
+        await self.store.put(tenant.name, content)
         return _reply(http, resource_json(content, lease))
 
     async def list_all(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/cachedContents"""
         tenant = http[TENANT]
-        items = {f"{one.created_s:020.6f} {one.name}": one for one in await self._store.all_of(tenant.name)}
+        items = {f"{one.created_s:020.6f} {one.name}": one for one in await self.store.all_of(tenant.name)}
         listed, token = page(items, http.query)
         contents = [resource_json(content) for _, content in listed]
         return _reply(http, {"cachedContents": contents, **({"nextPageToken": token} if token else {})})
@@ -132,15 +125,15 @@ class CachedContents:
         tenant = http[TENANT]
         read_query(http.query, MASK)
         values = read(http[BODY], CHANGE)
-        now_s = self._now()
-        end_s = expires_s(values, now_s, self._settings, default=False)
+        now_s = self.now()
+        end_s = expires_s(values, now_s, self.settings, default=False)
         content = await self._find(tenant, http.match_info["name"])
         lease = None
         if end_s > content.expires_s:  # a lease cannot be made shorter; one that is long enough stays as it is
             http[RECORD].work += content.num_bytes
             kept = await off_loop(content.num_bytes, lambda: kept_values(content))
             _, lease = await self._lease(http, tenant, content.model, kept, end_s - now_s)
-        changed = await self._store.extend(tenant.name, content, end_s)
+        changed = await self.store.extend(tenant.name, content, end_s)
         if changed is None:
             raise _not_found(content.name)
         return _reply(http, resource_json(changed, lease))
@@ -148,7 +141,7 @@ class CachedContents:
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/cachedContents/{name}"""
         tenant = http[TENANT]
-        if not await self._store.delete(tenant.name, http.match_info["name"]):
+        if not await self.store.delete(tenant.name, http.match_info["name"]):
             raise _not_found(http.match_info["name"])
         return _reply(http, {})
 
@@ -157,18 +150,18 @@ class CachedContents:
     ) -> tuple[int, Lease | None]:
         """Has the prefix computed and leased. Its tokens up to the breakpoint, and what became of that."""
         call = await parsed(http[RECORD], lambda _, values: prefix_call(name, values, ttl_s), values)
-        model = self._answering.model(name, http[RECORD])
-        least = self._settings.min_tokens
-        if least and (found := await self._answering.tokens(http[RECORD], tenant, call, model)) < least:
+        model = self.answering.model(name, http[RECORD])
+        least = self.settings.min_tokens
+        if least and (found := await self.answering.tokens(http[RECORD], tenant, call, model)) < least:
             why = f"too small. total_token_count={found}, min_total_token_count={least} (gemini.min_tokens)"
             raise invalid("contents", why)
-        usage = await self._answering.prewarm(http[RECORD], tenant, call, model)
+        usage = await self.answering.prewarm(http[RECORD], tenant, call, model)
         lease = http[RECORD].lease
         kept = lease.kept if lease is not None else None
         return usage.prompt_tokens if kept is None else kept.tokens, lease
 
     async def _find(self, tenant: Tenant, name: str) -> CachedContent:
-        content = await self._store.find(tenant.name, name)
+        content = await self.store.find(tenant.name, name)
         if content is None:
             raise _not_found(name)
         return content

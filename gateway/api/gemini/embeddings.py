@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from aiohttp import web
@@ -42,32 +43,22 @@ BATCH: Final = table(
 )
 
 
+@dataclass(frozen=True, slots=True)
 class GeminiEmbeddings:
     """Holds what its handlers need."""
 
-    def __init__(
-        self,
-        embeddings: Embeddings,
-    ) -> None:
-        self._embeddings = embeddings
+    embeddings: Embeddings
 
     def routes(self) -> Iterator[Route]:
         one = {"content": {"parts": [{"text": "The weather is lovely today."}]}}
+        more: Any = {"passes": "counted"}
         for version in VERSIONS:
-            model = f"/{version}/models/{{model:.+}}"
-            for verb, handler, summary, checks, name, example in (
-                ("embedContent", self.embed, "The vector of a text.", EMBED, "content", one),
-                (
-                    "batchEmbedContents",
-                    self.embed_all,
-                    "The vectors of several texts.",
-                    BATCH,
-                    "requests",
-                    {"requests": [one]},
-                ),
-            ):
-                path = f"{model}:{verb}"
-                yield Route("POST", path, handler, summary, checks, (name,), example=example, passes="counted")
+            path = f"/{version}/models/{{model:.+}}"
+            summary = "The vector of a text."
+            yield Route("POST", f"{path}:embedContent", self.embed, summary, EMBED, ("content",), example=one, **more)
+            path, example = f"{path}:batchEmbedContents", {"requests": [one]}
+            summary = "The vectors of several texts."
+            yield Route("POST", path, self.embed_all, summary, BATCH, ("requests",), example=example, **more)
 
     async def embed(self, http: web.Request) -> web.StreamResponse:
         """POST /v1beta/models/{model}:embedContent"""
@@ -79,27 +70,28 @@ class GeminiEmbeddings:
 
     async def _answer(self, http: web.Request, *, batch: bool) -> web.StreamResponse:
         tenant, record = http[TENANT], http[RECORD]
-        body, name = http[BODY], model_name(http.match_info["model"])
-        requests = await parsed(record, lambda _, body: _requests(body, batch=batch), body)
-        dimensions = {one.get("outputDimensionality") for _, one in requests}
+        requests = await parsed(record, lambda _, body: _requests(body, batch=batch), http[BODY])
+        dimensions = {one.get("outputDimensionality") for one in requests.values()}
         if len(dimensions) > 1:
             raise invalid("requests[].outputDimensionality", "it is not the same in all requests")
-        inputs = {f"{path}content": one["content"] for path, one in requests}
-        vectors, tokens = await self._embeddings.embed(record, tenant, name, inputs, dimensions.pop())
+        inputs = {f"{path}content": one["content"] for path, one in requests.items()}
+        name = model_name(http.match_info["model"])
+        vectors, tokens = await self.embeddings.embed(record, tenant, name, inputs, dimensions.pop())
         made = [{"values": array("f", vector).tolist()} for vector in vectors]
         usage = {"usageMetadata": {"promptTokenCount": tokens}}
         return reply_json({"embeddings": made, **usage} if batch else {"embedding": made[0], **usage})
 
 
-def _requests(body: dict[str, Any], *, batch: bool) -> list[tuple[str, dict[str, Any]]]:
+def _requests(body: dict[str, Any], *, batch: bool) -> dict[str, dict[str, Any]]:
     """The path of each in the body, and its checked values; at least one. Raises BadRequestError."""
-    values = read(body, BATCH if batch else EMBED)
-    requests = [("", values)]
-    if batch:
-        requests = [(f"requests[{index}].", one) for index, one in enumerate(values.get("requests", ()))]
-        if not requests:
-            raise missing("requests")
-    for path, one in requests:
+    requests = (
+        {"": read(body, EMBED)}
+        if not batch
+        else {f"requests[{index}].": one for index, one in enumerate(read(body, BATCH).get("requests", ()))}
+    )
+    if not requests:
+        raise missing("requests")
+    for path, one in requests.items():
         if one.get("content") is None:
             raise missing(f"{path}content")
         if not one["content"]:

@@ -23,7 +23,7 @@ from gateway import tasks
 from gateway.api.body import BodyLimit, body_chunks
 from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import anything, invalid, no_effect, refused, shown, table, text, used
-from gateway.api.gemini.proto import message, read
+from gateway.api.gemini.proto import message, read, under
 from gateway.api.gemini.wire import PAGE, page, timestamp
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
@@ -251,29 +251,32 @@ def _origin(http: web.Request) -> str:
     return f"{'https' if scheme == 'https' else 'http'}://{http.host}"
 
 
-def _references(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+_PLACES: Final = frozenset(
+    (
+        "generateContentRequest",
+        "generate_content_request",
+        "contents",
+        "systemInstruction",
+        "system_instruction",
+        "parts",
+    )
+)
+"""Of parts, and of what is around them."""
+
+
+def _references(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
     """Parts that refer to a file, with their paths, and how they spell it. What has another shape is for others to
     refuse."""
-    whole = body.get("generateContentRequest") or body.get("generate_content_request")
-    for at, values in (("", body), ("generateContentRequest.", whole)):
-        if not isinstance(values, dict):
-            continue
-        for key in ("contents", "systemInstruction", "system_instruction"):
-            for turn_path, turn in _items(values.get(key), f"{at}{key}"):
-                for path, part in _items(turn.get("parts"), f"{turn_path}.parts"):
-                    for name in ("fileData", "file_data"):
-                        if part.get(name) is not None and part.get("text") is None:
-                            yield path, part, name
-                            break
-
-
-def _items(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One object may stand for an array of one."""
-    if isinstance(value, dict):
-        yield path, value
-    for index, item in enumerate(value if isinstance(value, list) else ()):
-        if isinstance(item, dict):
-            yield f"{path}[{index}]", item
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _references(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for name in ("fileData", "file_data"):
+            if value.get(name) is not None and value.get("text") is None:
+                yield path, value, name
+                return
+        for name in value.keys() & _PLACES:
+            yield from _references(value[name], under(path, name))
 
 
 def _not_found(file_id: str) -> NotFoundError:

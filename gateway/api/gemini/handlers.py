@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from aiohttp import web
 
 from gateway.api.answering import Answering, Generation, parsed
+from gateway.api.call import Call
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import table, text, used
 from gateway.api.gemini.cached_contents import CachedContents
@@ -21,23 +23,19 @@ from gateway.api.gemini.wire import PAGE, page
 from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
 from gateway.errors import ModelNotFoundError
+from gateway.types import CachedContent
 
 EXAMPLE: Final = {"contents": [{"role": "user", "parts": [{"text": "Hello."}]}]}
 STREAM: Final = table(used("alt", text(), "`sse`", "Server-sent events; without it the answer is one JSON array."))
 
 
+@dataclass(frozen=True, slots=True)
 class Gemini:
     """Holds what its handlers need."""
 
-    def __init__(
-        self,
-        answering: Answering,
-        cached: CachedContents,
-        files: GeminiFiles,
-    ) -> None:
-        self._files = files
-        self._answering = answering
-        self._cached = cached
+    answering: Answering
+    cached: CachedContents
+    files: GeminiFiles
 
     def routes(self) -> list[Route]:
         return [route for version in VERSIONS for route in self._routes(f"/{version}")]
@@ -77,48 +75,47 @@ class Gemini:
         return await self._answer(http, stream=True)
 
     async def _answer(self, http: web.Request, *, stream: bool) -> web.StreamResponse:
-        tenant = http[TENANT]
-        body, name = http[BODY], model_name(http.match_info["model"])
-        has_files = await self._files.put_texts(http[RECORD], tenant, body)
-        wanted = await parsed(http[RECORD], lambda _, body: parse_generate(body), body)
-        kept = None
-        if wanted.cached_content is not None:
-            content, kept = await self._cached.use(tenant, wanted.cached_content, name)
-            http[RECORD].work += content.num_bytes
-        call = await parsed(http[RECORD], lambda _, body: to_call(name, wanted, kept, stream=stream), body)
-        model = self._answering.model(name, http[RECORD])
+        has_files = await self.files.put_texts(http[RECORD], http[TENANT], http[BODY])
+        call, content = await self._call(http, parse_generate, stream=stream)
+        model = self.answering.model(call.model, http[RECORD])
         array = stream and http.query.get("alt") != "sse"
         shape = GeminiShape(model, call.choices.n, array=array)
-        media_type = JSON if array else SSE
-        # What is kept under a name is looked for each time.
-        may_come_again = kept is None and not has_files and call.tool_use is None
+        # What is stored under a name is looked for each time.
+        may_come_again = content is None and not has_files and call.tool_use is None
         answered = Generation(call, model, shape, stamp=shape.stamp() if may_come_again else None)
-        return await self._answering.answer(http, answered, media_type=media_type)
+        return await self.answering.answer(http, answered, media_type=JSON if array else SSE)
 
     async def count(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/models/{model}:countTokens"""
-        tenant = http[TENANT]
-        body, name = http[BODY], model_name(http.match_info["model"])
-        await self._files.put_texts(http[RECORD], tenant, body)
-        wanted, kept, cached = await parsed(http[RECORD], lambda _, body: parse_count(body), body), None, {}
-        if wanted.cached_content is not None:
-            content, kept = await self._cached.use(tenant, wanted.cached_content, name)
-            http[RECORD].work += content.num_bytes
-            cached = {"cachedContentTokenCount": content.tokens}
-        call = await parsed(http[RECORD], lambda _, body: to_call(name, wanted, kept, max_answers=MAX_CANDIDATES), body)
-        tokens = await self._answering.count(http[RECORD], tenant, call, self._answering.model(name, http[RECORD]))
+        await self.files.put_texts(http[RECORD], http[TENANT], http[BODY])
+        call, content = await self._call(http, parse_count, max_answers=MAX_CANDIDATES)
+        model = self.answering.model(call.model, http[RECORD])
+        tokens = await self.answering.count(http[RECORD], http[TENANT], call, model)
+        cached = {} if content is None else {"cachedContentTokenCount": content.tokens}
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         return reply_json({"totalTokens": tokens, "promptTokensDetails": details, **cached})
 
+    async def _call(
+        self, http: web.Request, parse: Callable[[dict[str, Any]], dict[str, Any]], **options: Any
+    ) -> tuple[Call, CachedContent | None]:
+        """What a request asks for, and the cached content that it names. `options` are those of `to_call`."""
+        record, body, name = http[RECORD], http[BODY], model_name(http.match_info["model"])
+        values = await parsed(record, lambda _, body: parse(body), body)
+        content = cached = None
+        if "cachedContent" in values:
+            content, cached = await self.cached.use(http[TENANT], values["cachedContent"], name)
+            record.work += content.num_bytes
+        return await parsed(record, lambda _, values: to_call(name, values, cached, **options), values), content
+
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
-        shown, token = page(self._answering.passthrough.models(http[RECORD]), http.query)
-        listed = {"models": [model_json(name, self._answering.find_model(name)) for name, _ in shown]}
+        shown, token = page(self.answering.passthrough.models(http[RECORD]), http.query)
+        listed = {"models": [model_json(name, self.answering.find_model(name)) for name, _ in shown]}
         return reply_json(listed | ({"nextPageToken": token} if token else {}))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
         name = model_name(http.match_info["model"])
-        if name not in self._answering.passthrough.models(http[RECORD]):
+        if name not in self.answering.passthrough.models(http[RECORD]):
             raise ModelNotFoundError(name)
-        return reply_json(model_json(name, self._answering.find_model(name)))
+        return reply_json(model_json(name, self.answering.find_model(name)))

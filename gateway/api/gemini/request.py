@@ -12,7 +12,7 @@ from gateway.api.constraints import constraint, json_schema
 from gateway.api.fields import an_object, invalid, missing
 from gateway.api.gemini.contents import to_messages
 from gateway.api.gemini.parameters import COUNT, GENERATE
-from gateway.api.gemini.proto import read, under
+from gateway.api.gemini.proto import read
 from gateway.api.gemini.tools import strict, tool_use
 from gateway.errors import NotFoundError
 from gateway.types import ChatPrompt, Constraint, Marker
@@ -25,19 +25,6 @@ def model_name(written: str) -> str:
     return written.removeprefix("models/")
 
 
-class GenerateRequest(NamedTuple):
-    """A checked request, and its path in the body."""
-
-    values: dict[str, Any]
-    at: str = ""
-
-    @property
-    def cached_content(self) -> str | None:
-        """The name of the cached content that the prompt begins with."""
-        name: str | None = self.values.get("cachedContent")
-        return name
-
-
 class CachedPrefix(NamedTuple):
     """A cached content that a request names: its checked values, and the breakpoint at its end."""
 
@@ -45,59 +32,55 @@ class CachedPrefix(NamedTuple):
     marker: Marker
 
 
-def parse_generate(body: dict[str, Any]) -> GenerateRequest:
-    """generateContent and streamGenerateContent. Raises BadRequestError with the path of what is wrong,
-    UnsupportedError for what is not carried out."""
-    return _with_contents(GenerateRequest(read(body, GENERATE)))
+def parse_generate(body: dict[str, Any]) -> dict[str, Any]:
+    """The checked values of generateContent and streamGenerateContent. Raises BadRequestError with the path of what is
+    wrong, UnsupportedError for what is not carried out."""
+    return _with_contents(read(body, GENERATE))
 
 
-def parse_count(body: dict[str, Any]) -> GenerateRequest:
-    """countTokens: contents, or a whole request; never both."""
+def parse_count(body: dict[str, Any]) -> dict[str, Any]:
+    """The same of countTokens: contents, or a whole request; never both."""
     values = read(body, COUNT)
     whole = values.pop("generateContentRequest", None)
-    if whole is None:
-        return _with_contents(GenerateRequest(values))
-    if values:
+    if whole is not None and values:
         raise invalid("contents", "it is there besides 'generateContentRequest'")
-    return _with_contents(GenerateRequest(whole, "generateContentRequest"))
+    return _with_contents(values if whole is None else whole)
 
 
-def _with_contents(given: GenerateRequest) -> GenerateRequest:
-    if not given.values.get("contents"):
-        raise missing(under(given.at, "contents"))
-    return given
+def _with_contents(values: dict[str, Any]) -> dict[str, Any]:
+    if not values.get("contents"):
+        raise missing("contents")
+    return values
 
 
 def to_call(
     model: str,
-    given: GenerateRequest,
-    kept: CachedPrefix | None = None,
+    values: dict[str, Any],
+    cached: CachedPrefix | None = None,
     *,
     stream: bool = False,
     max_answers: int = MAX_PROMPTS,
 ) -> Call:
-    """Raises BadRequestError for what makes no sense together."""
-    values, at = given
-    if kept is not None:
-        values = _behind(kept.values, given)
+    """Of checked values. Raises BadRequestError for what makes no sense together."""
+    if cached is not None:
+        values = _behind(cached.values, values)
     config, calling = values.get("generationConfig", {}), values.get("toolConfig", {})
-    config_path = under(at, "generationConfig")
     declared = strict(values.get("tools", ()), calling)
-    constraint, use = wanted(config, config_path), tool_use(declared, calling, under(at, "toolConfig"))
+    constraint, use = wanted(config, "generationConfig"), tool_use(declared, calling, "toolConfig")
     if constraint is not None and use is not None:
-        raise invalid(f"{config_path}.responseMimeType", "together with function calling only text/plain is possible")
+        raise invalid("generationConfig.responseMimeType", "together with function calling only text/plain is possible")
     if (n := config.get("candidateCount", 1)) > max_answers:
-        raise invalid(f"{config_path}.candidateCount", f"one request may ask for {max_answers} answers")
+        raise invalid("generationConfig.candidateCount", f"one request may ask for {max_answers} answers")
     prompt = ChatPrompt(
         to_messages(values.get("systemInstruction"), values["contents"]),
-        markers=() if kept is None else (kept.marker,),
+        markers=() if cached is None else (cached.marker,),
         tools=declared,
     )
     return Call(
         model=model,
         prompts=(prompt,),
         prompt_param="contents",
-        sampling=_sampling(config, config_path),
+        sampling=_sampling(config),
         stop=tuple(config.get("stopSequences", ())),
         stream=stream,
         choices=Choices(n, n),
@@ -106,19 +89,18 @@ def to_call(
     )
 
 
-def _behind(kept: dict[str, Any], given: GenerateRequest) -> dict[str, Any]:
-    """A request behind what was kept. Raises BadRequestError for what only the cached content may have."""
-    values, at = given
+def _behind(cached: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """A request behind a cached content. Raises BadRequestError for what only the cached content may have."""
     for name in ("systemInstruction", "tools", "toolConfig"):
         if name in values:
             why = "CachedContent can not be used with a request that sets systemInstruction, tools or toolConfig"
-            raise invalid(under(at, name), f"{why}: they belong into the cached content")
-    return {**values, **kept, "contents": [*kept.get("contents", ()), *values["contents"]]}
+            raise invalid(name, f"{why}: they belong into the cached content")
+    return {**values, **cached, "contents": [*cached.get("contents", ()), *values["contents"]]}
 
 
-def _sampling(config: dict[str, Any], path: str) -> Sampling:
+def _sampling(config: dict[str, Any]) -> Sampling:
     if "logprobs" in config and not config.get("responseLogprobs"):
-        raise invalid(f"{path}.logprobs", "it is only allowed when responseLogprobs is true")
+        raise invalid("generationConfig.logprobs", "it is only allowed when responseLogprobs is true")
     return Sampling(
         max_tokens=config.get("maxOutputTokens", 0),
         temperature=config.get("temperature", 1.0),
