@@ -1,7 +1,7 @@
 """What the cache did for the prompt of a message, in the terms of the Anthropic API, before its answer begins.
 
 Where an entry was read that is at none of the request's breakpoints, the blocks before those are looked for in the
-prompt, the nearest first: a conversation that is marked at its end reads what its turn before has written.
+prompt: a conversation that is marked at its end reads what its turn before has written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from gateway.api.anthropic.caching import DEFAULT_TTL, HOUR_S, Cached, Caching, account
 from gateway.api.anthropic.fingerprint import Fingerprint, PromptPart, compare, same_scope, store_key, take
@@ -22,10 +22,7 @@ from gateway.errors import RedisDownError
 from gateway.pipeline import Pipeline
 from gateway.storage.byte_store import ByteStore
 from gateway.storage.redis_calls import read_or_skip
-from gateway.types import ChatPrompt, Marker, Request
-
-NEAR: Final = 4
-"""Blocks before a breakpoint that are looked for first."""
+from gateway.types import ChatPrompt, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +33,21 @@ class Question:
     previous_message_id: str | None
 
 
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """For one message."""
+    """Of one message: what its prompt changed against an earlier one's, whose fingerprint is in the store."""
 
-    def __init__(self, store: ByteStore, question: Question, message_id: str) -> None:
-        self._store = store
-        self._question = question
-        self._message_id = message_id
+    store: ByteStore
+    question: Question
+    message_id: str
 
     async def tell(self, request: Request, cached: Cached) -> dict[str, Any] | None:
         """The `diagnostics` of the answer. None for a first turn, and where nothing was changed and all was read."""
-        previous = self._question.previous_message_id
+        previous = self.question.previous_message_id
         if previous is None:
             return None
         try:
-            written = await self._store.find(request.tenant.name, store_key(previous))
+            written = await self.store.find(request.tenant.name, store_key(previous))
         except RedisDownError:
             return _reason("unavailable", detail="what is remembered cannot be reached")
         known = None if written is None else read_or_skip("fingerprints", partial(Fingerprint.from_json, written))
@@ -60,13 +57,13 @@ class Diagnosis:
 
     async def remember(self, request: Request, cached: Cached) -> None:
         """For the next message. Never raises."""
-        parts = self._question.parts
-        taken = take(self._message_id, request.model, request.salt, parts, cached.read + cached.written)
+        parts = self.question.parts
+        taken = take(self.message_id, request.model, request.salt, parts, cached.read + cached.written)
         with suppress(RedisDownError):
-            await self._store.put(request.tenant.name, store_key(self._message_id), taken.to_json())
+            await self.store.put(request.tenant.name, store_key(self.message_id), taken.to_json())
 
     def _compared(self, before: Fingerprint, previous: str, request: Request, cached: Cached) -> dict[str, Any] | None:
-        change = compare(before, previous, request.model, self._question.parts)
+        change = compare(before, previous, request.model, self.question.parts)
         missed = max(0, before.cached_tokens - cached.read)
         if change is not None:
             path = None if change.path is None else dotted(change.path)
@@ -90,29 +87,28 @@ def _reason(kind: str, **more: Any) -> dict[str, Any]:
     return {"cache_miss_reason": {"type": kind, **more}}
 
 
+@dataclass(frozen=True, slots=True)
 class MessageAccount(Account):
-    """Of one message."""
+    """Of one message. `diagnosis` None: none is asked for, and no fingerprint is stored."""
 
-    def __init__(self, pipeline: Pipeline, caching: Caching, shape: MessageShape, diagnosis: Diagnosis | None) -> None:
-        """`diagnosis` None: nobody asks for one, and nothing is remembered."""
-        self._pipeline = pipeline
-        self._caching = caching
-        self._shape = shape
-        self._diagnosis = diagnosis
+    pipeline: Pipeline
+    caching: Caching
+    shape: MessageShape
+    diagnosis: Diagnosis | None
 
     async def finished(self, request: Request) -> None:
-        if self._diagnosis is not None:
-            await self._diagnosis.remember(request, self._shape.cached)
+        if self.diagnosis is not None:
+            await self.diagnosis.remember(request, self.shape.cached)
 
     async def started(self, request: Request) -> None:
         """Fills the figures into the shape."""
-        shape, trace = self._shape, request.trace
+        shape, trace = self.shape, request.trace
         shape.cached = cached = await self._cached(request)
         trace.reported_cached_tokens, trace.cache_write_tokens = cached.read, cached.written
         trace.lease_writes = ((duration_s(DEFAULT_TTL), cached.written_5m), (HOUR_S, cached.written_1h))
         shape.lease = trace.lease.state if trace.lease is not None else None
-        if self._diagnosis is not None:
-            shape.more = {"diagnostics": await self._diagnosis.tell(request, shape.cached)}
+        if self.diagnosis is not None:
+            shape.more = {"diagnostics": await self.diagnosis.tell(request, shape.cached)}
 
     async def _cached(self, request: Request) -> Cached:
         trace = request.trace
@@ -120,13 +116,8 @@ class MessageAccount(Account):
             return Cached(trace.prompt_tokens)
         points, reads = trace.breakpoints, trace.lease_reads
         entries = {point.tokens for point in points}
-        near, far = self._caching.places[:NEAR], self._caching.places[NEAR:]
-        for places in (near, far):
-            if places and points and reads and reads[0] not in entries:
-                entries |= await self._entries(request, places)
+        if self.caching.places and points and reads and reads[0] not in entries:
+            assert isinstance(request.prompt, ChatPrompt)
+            before = replace(request, prompt=replace(request.prompt, markers=self.caching.places))
+            entries |= {point.tokens for point in await self.pipeline.breakpoints(before)}
         return account(reads, entries, points, trace.kept_tokens)
-
-    async def _entries(self, request: Request, places: tuple[Marker, ...]) -> set[int]:
-        assert isinstance(request.prompt, ChatPrompt)
-        nearer = replace(request, prompt=replace(request.prompt, markers=places))
-        return {point.tokens for point in await self._pipeline.breakpoints(nearer)}

@@ -25,8 +25,9 @@ from gateway.api.fields import (
     takes,
     text,
     text_or,
+    unsupported,
 )
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import BadRequestError
 
 MAX_ARGUMENT_DEPTH: Final = 64  # deeper inputs of tools reach the template as text
 
@@ -49,7 +50,7 @@ class Part(NamedTuple):
     call     of a tool_use block, as templates take it
     call_id  of a tool_use or tool_result block
     control  its cache_control
-    cited    whether a text block has citations
+    begins   whether it is the first of a message that continues the turn before it
     """
 
     kind: Kind
@@ -58,7 +59,7 @@ class Part(NamedTuple):
     call: dict[str, Any] | None = None
     call_id: str = ""
     control: Mapping[str, str] | None = None
-    cited: bool = False
+    begins: bool = False
 
 
 check_control = record("type", type=choice("ephemeral"), ttl=choice("5m", "1h"))
@@ -75,7 +76,7 @@ def _unsupported_kind(kind: str, path: str) -> BadRequestError | None:
     if kind not in _unsupported and not kind.endswith("_tool_result"):
         return None
     why = _unsupported.get(kind, "This server has no tools of its own.")
-    return UnsupportedError(f"Unsupported block at '{path}': {why}", param=path, reason=why)
+    return unsupported(path, why)
 
 
 def refusing(why: str) -> Check[None]:
@@ -83,26 +84,25 @@ def refusing(why: str) -> Check[None]:
 
     @takes({})
     def check(value: Any, path: str) -> None:
-        raise UnsupportedError(why, param=path, reason=why)
+        raise unsupported(path, why)
 
     return check
 
 
 def _text(block: dict[str, Any], path: str) -> Part:
-    """Nothing is done with citations; who may have some is for the version of the API to say."""
+    """Nothing is done with citations."""
     content = block["text"]
     if not content:
         raise invalid(path, "text content blocks must be non-empty")
     if content.isspace():
         raise invalid(path, "text content blocks must contain non-whitespace text")
-    return Part("text", path, content, control=block.get("cache_control"), cited=bool(block.get("citations")))
+    return Part("text", path, content, control=block.get("cache_control"))
 
 
 def _document(block: dict[str, Any], path: str) -> Part:
     """Its title, its context and its text, one below the other."""
     if block.get("citations", {}).get("enabled"):
-        why = "Citations are not supported."
-        raise UnsupportedError(why, param=f"{path}.citations", reason=why)
+        raise unsupported(f"{path}.citations", "Citations are not supported.")
     content = "\n".join(found for name in ("title", "context", "source") if (found := block.get(name)))
     if not content or content.isspace():
         raise invalid(path, "the document is empty")
@@ -112,8 +112,7 @@ def _document(block: dict[str, Any], path: str) -> Part:
 def _no_source(kind: str, path: str) -> BadRequestError | None:
     if kind not in ("base64", "url", "file"):
         return None
-    why = "Only documents of plain text are supported, with a source of type text or content."
-    return UnsupportedError(why, param=path, reason=why)
+    return unsupported(path, "Only documents of plain text are supported, with a source of type text or content.")
 
 
 def _tool_use(block: dict[str, Any], path: str) -> Part:

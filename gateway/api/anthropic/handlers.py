@@ -4,6 +4,7 @@ response.py writes what goes out, answering.py does what is between.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 from aiohttp import web
@@ -30,21 +31,14 @@ def endpoint_name(version: Version) -> str:
     return f"/v1/messages {version}"
 
 
+@dataclass(frozen=True, slots=True)
 class Anthropic:
-    """Holds what its handlers need."""
+    """Holds what its handlers need. `fingerprints` keeps those of prompts, for diagnostics."""
 
-    def __init__(
-        self,
-        leases: LeaseSettings,
-        settings: AnthropicSettings,
-        answering: Answering,
-        fingerprints: ByteStore,
-    ) -> None:
-        """`fingerprints` keeps those of prompts, for diagnostics."""
-        self._leases = leases
-        self._fingerprints = fingerprints
-        self._settings = settings
-        self._answering = answering
+    leases: LeaseSettings
+    settings: AnthropicSettings
+    answering: Answering
+    fingerprints: ByteStore
 
     def routes(self) -> list[Route]:
         return [
@@ -83,7 +77,7 @@ class Anthropic:
                 return self._message(record, body, version)
 
             headers = (("anthropic-version", version),)
-            return generating(self._answering, ANTHROPIC, "/v1/messages", ask, headers)
+            return generating(self.answering, ANTHROPIC, "/v1/messages", ask, headers)
 
         return {endpoint_name(version): of(version) for version in VERSIONS}
 
@@ -91,33 +85,31 @@ class Anthropic:
         """POST /v1/messages"""
         version = read_version(http)
         message = await parsed(http[RECORD], lambda record, body: self._message(record, body, version), http[BODY])
-        return await self._answering.answer(http, message)
+        return await self.answering.answer(http, message)
 
     def _message(self, record: Record, body: dict[str, Any], version: Version) -> Generation:
-        message = parse_message(body, version, self._settings, self._leases)
+        message = parse_message(body, version, self.settings, self.leases)
         call = message.call
-        model = self._answering.model(call.model, record)
+        model = self.answering.model(call.model, record)
         served: ServiceTier = "batch" if record.lane == "batch" else SERVED_TIERS[grant(call.tier, record)]
         shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=served)
-        diagnosis = Diagnosis(self._fingerprints, message.question, shape.message_id) if message.question else None
-        account = MessageAccount(self._answering.pipeline, message.caching, shape, diagnosis)
+        diagnosis = Diagnosis(self.fingerprints, message.question, shape.message_id) if message.question else None
+        account = MessageAccount(self.answering.pipeline, message.caching, shape, diagnosis)
         # Each call has an id of its own, and a diagnosis is told once.
         may_come_again = call.tool_use is None and diagnosis is None
         return Generation(call, model, shape, account, shape.stamp() if may_come_again else None)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""
-        version, record = read_version(http), http[RECORD]
-        call = await parsed(
-            record, lambda _, body: parse_count(body, version, self._settings, self._leases), http[BODY]
-        )
-        model = self._answering.model(call.model, record)
-        count = await self._answering.count(record, http[TENANT], call, model)
+        record = http[RECORD]
+        call = await parsed(record, lambda _, body: parse_count(body, self.settings, self.leases), http[BODY])
+        model = self.answering.model(call.model, record)
+        count = await self.answering.count(record, http[TENANT], call, model)
         return reply_json({"input_tokens": count})
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models, newest first"""
-        models = sorted(self._answering.passthrough.models(http[RECORD]).items(), key=lambda item: (-item[1], item[0]))
+        models = sorted(self.answering.passthrough.models(http[RECORD]).items(), key=lambda item: (-item[1], item[0]))
         page = read_page(http.query, [name for name, _ in models])
         created = dict(models)
         data = [self._model(name, created[name]) for name in page.ids]
@@ -126,10 +118,10 @@ class Anthropic:
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""
         name = http.match_info["model"]
-        if (created := self._answering.passthrough.models(http[RECORD]).get(name)) is None:
+        if (created := self.answering.passthrough.models(http[RECORD]).get(name)) is None:
             raise ModelNotFoundError(name)
         return reply_json(self._model(name, created))
 
     def _model(self, name: str, created: int) -> dict[str, Any]:
-        model = self._answering.find_model(name)
+        model = self.answering.find_model(name)
         return model_json(name, created, None if model is None else model.context_tokens)

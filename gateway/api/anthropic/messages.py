@@ -87,12 +87,11 @@ class Conversation:
 
 
 class _Turn(NamedTuple):
-    """Messages of one role that follow each other. `starts` are numbers of the parts with which a message begins."""
+    """Messages of one role that follow each other."""
 
     role: str
     path: str
     parts: list[Part]
-    starts: set[int]
 
 
 @takes({"anyOf": [{"const": ""}, _CONTENTS["system"].schema]})
@@ -114,10 +113,9 @@ def read_turns(value: Any, path: str) -> list[_Turn]:
         if (parts := _plain(item, where)) is None:
             parts = _message.function(item, where)["content"]
         if turns and turns[-1].role == item["role"]:
-            turns[-1].starts.add(len(turns[-1].parts))
-            turns[-1].parts.extend(parts)
+            turns[-1].parts.extend([parts[0]._replace(begins=True), *parts[1:]])
         else:
-            turns.append(_Turn(item["role"], where, parts, set()))
+            turns.append(_Turn(item["role"], where, parts))
     return turns
 
 
@@ -134,12 +132,12 @@ def converse(system: Sequence[Part], turns: Sequence[_Turn]) -> Conversation:
     """Puts it all together. Raises BadRequestError for turns that do not belong behind each other."""
     conversation = Conversation()
     if system:
-        _say("system", system, (), conversation)
+        _add("system", system, conversation)
     called: dict[str, str] = {}  # id -> name of the tools that the turn before has called
     for number, turn in enumerate(turns):
         if turn.role == "system":
             _check_place(turns, number)
-            _say("system", turn.parts, turn.starts, conversation)
+            _add("system", turn.parts, conversation)
         elif turn.role == "user":
             _user(turn, called, conversation)
             called = {}
@@ -172,29 +170,26 @@ def _check_open(turn: _Turn) -> None:
 
 
 def _user(turn: _Turn, called: Mapping[str, str], conversation: Conversation) -> None:
-    if not called and len(turn.parts) == 1 and turn.parts[0].kind == "text":
-        _say("user", turn.parts, (), conversation)
-        return
     unanswered = dict(called)
-    texts: list[Part] = []
-    starts: set[int] = set()
-    for number, part in enumerate(turn.parts):
+    num_results = 0
+    for part in turn.parts:
         if part.kind == "text":
-            if number in turn.starts:
-                starts.add(len(texts))
-            texts.append(part)
-            continue
-        if texts:
-            raise invalid(part.path, "tool_result blocks must come before all other content of the turn")
+            break
+        num_results += 1
         if (name := unanswered.pop(part.call_id, None)) is None:
             raise invalid(
                 part.path,
                 f"unexpected `tool_use_id` found in `tool_result` blocks: {part.call_id[:64]}. Each `tool_result` "
                 "block must have a corresponding `tool_use` block in the previous message",
             )
-        _end(part, len(conversation.messages), len(part.text), conversation)
+        chars = len(part.text)
+        conversation.blocks.append(Block(part.kind, part.path, part.control, len(conversation.messages), chars, chars))
         message = {"role": "tool", "content": part.text, "tool_call_id": part.call_id, "name": name}
         conversation.messages.append(message)
+    texts = turn.parts[num_results:]
+    for part in texts:
+        if part.kind != "text":
+            raise invalid(part.path, "tool_result blocks must come before all other content of the turn")
     if unanswered:
         raise invalid(
             turn.path,
@@ -202,54 +197,43 @@ def _user(turn: _Turn, called: Mapping[str, str], conversation: Conversation) ->
             "Each `tool_use` block must have a corresponding `tool_result` block in the next message",
         )
     if texts:
-        _say("user", texts, starts, conversation)
+        _add("user", texts, conversation)
 
 
 def _assistant(turn: _Turn, conversation: Conversation) -> dict[str, str]:
     """Returns the tools that it calls."""
-    calls: list[dict[str, Any]] = []
+    message = _add("assistant", turn.parts, conversation)
     called: dict[str, str] = {}
-    message = _say("assistant", turn.parts, turn.starts, conversation)
-    if len(turn.parts) == 1 and turn.parts[0].kind == "text":
-        return called
-    thoughts = [part.text for part in turn.parts if part.kind == "thinking" and part.text]
     for part in turn.parts:
         if part.call is not None:
             if part.call_id in called:
                 raise invalid(f"{part.path}.id", "`tool_use` ids must be unique")
             called[part.call_id] = part.call["function"]["name"]
-            calls.append(part.call)
-    if calls:
-        message["tool_calls"] = calls
-    if thoughts:
+            message.setdefault("tool_calls", []).append(part.call)
+    if thoughts := [part.text for part in turn.parts if part.kind == "thinking" and part.text]:
         message["reasoning_content"] = "\n".join(thoughts)
     return called
 
 
-def _say(role: str, parts: Sequence[Part], starts: set[int] | tuple[()], conversation: Conversation) -> dict[str, Any]:
-    """One message with the texts of these parts."""
-    if len(parts) == 1 and parts[0].kind == "text":
-        (part,) = parts
-        _end(part, len(conversation.messages), len(part.text), conversation)
-        plain: dict[str, Any] = {"role": role, "content": part.text}
-        conversation.messages.append(plain)
-        return plain
+def _add(role: str, parts: Sequence[Part], conversation: Conversation) -> dict[str, Any]:
+    """Adds one message with the texts of these parts, and a block for each of them."""
+    number = len(conversation.messages)
     texts: list[str] = []
-    chars = 0
-    calls = -1
-    last = max((number for number, part in enumerate(parts) if part.kind == "text"), default=-1)
-    for number, part in enumerate(parts):
+    chars = num_calls = 0
+    last = max((index for index, part in enumerate(parts) if part.kind == "text"), default=-1)
+    for index, part in enumerate(parts):
         place = settled = chars
         if part.kind == "text":
-            if texts and number in starts:
+            if texts and part.begins:
                 texts.append(BETWEEN_TURNS)
                 chars += len(BETWEEN_TURNS)
             texts.append(part.text)
-            settled = chars + (_settled_chars(part.text) if number < last else len(part.text))
+            settled = chars + (_settled_chars(part.text) if index < last else len(part.text))
             place = chars = chars + len(part.text)
         if part.kind == "tool_use":
-            place = calls = calls + 1
-        _end(part, len(conversation.messages), place, conversation, settled if number < last else place)
+            place, num_calls = num_calls, num_calls + 1
+        settled = settled if index < last else place
+        conversation.blocks.append(Block(part.kind, part.path, part.control, number, place, settled))
     message: dict[str, Any] = {"role": role, "content": "".join(texts)}
     conversation.messages.append(message)
     return message
@@ -260,8 +244,3 @@ def _settled_chars(text: str) -> int:
     writing without blanks. There is something besides blanks in it."""
     before, *last = text.rsplit(maxsplit=1)
     return len(before) if last and len(last[0]) <= MAX_WORD_CHARS else len(text)
-
-
-def _end(part: Part, message: int, place: int, conversation: Conversation, settled: int | None = None) -> None:
-    block = Block(part.kind, part.path, part.control, message, place, place if settled is None else settled)
-    conversation.blocks.append(block)

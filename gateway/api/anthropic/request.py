@@ -15,10 +15,10 @@ from gateway.api.anthropic.tools import DefinedTool, tool_use
 from gateway.api.anthropic.wire import Version
 from gateway.api.cache_control import from_body
 from gateway.api.call import Call
-from gateway.api.fields import invalid, read
+from gateway.api.fields import invalid, read, unsupported
 from gateway.api.tiers import ANTHROPIC_TIERS
 from gateway.config import AnthropicSettings, LeaseSettings
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Constraint
 
 
@@ -46,9 +46,7 @@ def parse_message(
                     "which `anthropic-version: 2023-06-01` has",
                 )
     values = read(body, MESSAGES, required=("model", "max_tokens", "messages"))
-    _check_citations(values, version)
     max_tokens, stream = values["max_tokens"], values.get("stream", False)
-    _check_thinking(values)
     if not max_tokens:
         _check_prewarm(values)
     if values["messages"][-1].role == "assistant" and (_forced(values) or _format(values) is not None):
@@ -89,13 +87,12 @@ def check_line(body: dict[str, Any]) -> None:
         ("speed", body.get("speed") is not None, "a batch has one speed"),
     ):
         if message:
-            raise UnsupportedError(f"Unsupported parameter: '{name}': {why}.", param=name, reason=why)
+            raise unsupported(name, why)
 
 
-def parse_count(body: dict[str, Any], version: Version, settings: AnthropicSettings, leases: LeaseSettings) -> Call:
+def parse_count(body: dict[str, Any], settings: AnthropicSettings, leases: LeaseSettings) -> Call:
     """As parse_message, for a request that is only counted."""
     values = read(body, COUNT, required=("model", "messages"))
-    _check_citations(values, version)
     return Call(
         model=values["model"],
         prompts=(replace(_prompt(values, settings, leases)[0], markers=()),),
@@ -137,24 +134,6 @@ def _prompt_parts(values: dict[str, Any]) -> list[PromptPart]:
             said = part.text if part.call is None else json_text(part.call["function"])
             parts.append(PromptPart("messages", part.path, kind, said))
     return parts
-
-
-def _check_citations(values: dict[str, Any], version: Version) -> None:
-    """The older version takes them anywhere, the newer one only in what the assistant said."""
-    if version == "2023-06-01":
-        return
-    said = [values.get("system", ()), *(turn.parts for turn in values["messages"] if turn.role != "assistant")]
-    for part in (part for parts in said for part in parts):
-        if part.cited:
-            raise invalid(f"{part.path}.citations", "citations are of answers; a text of the user has none")
-
-
-def _check_thinking(values: dict[str, Any]) -> None:
-    budget = values.get("thinking", {}).get("budget_tokens", 0)
-    if budget and budget >= values["max_tokens"] > 0:
-        raise invalid("thinking.budget_tokens", "`max_tokens` must be greater than `thinking.budget_tokens`")
-    if budget and _forced(values):
-        raise invalid("thinking", "thinking may not be enabled when `tool_choice` forces tool use")
 
 
 def _forced(values: dict[str, Any]) -> bool:

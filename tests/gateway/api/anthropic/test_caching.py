@@ -189,13 +189,11 @@ def test_a_run_of_results_is_one_position() -> None:
 
 def test_counting_looks_for_no_breakpoints() -> None:
     body = {"model": "demo", "messages": [user(text("a", **MARK))]}
-    (prompt,) = parse_count(body, "2026-10-21", AnthropicSettings(), LeaseSettings()).prompts
+    (prompt,) = parse_count(body, AnthropicSettings(), LeaseSettings()).prompts
     assert isinstance(prompt, ChatPrompt)
     assert prompt.markers == ()
     with pytest.raises(BadRequestError, match="A maximum of 4"):
-        parse_count(
-            {**body, "messages": [user(*[text("a", **MARK)] * 5)]}, "2026-10-21", AnthropicSettings(), LeaseSettings()
-        )
+        parse_count({**body, "messages": [user(*[text("a", **MARK)] * 5)]}, AnthropicSettings(), LeaseSettings())
 
 
 def test_the_least_length_is_that_of_the_settings() -> None:
@@ -280,17 +278,6 @@ async def test_a_read_counts_at_breakpoints_and_at_blocks_before_them(
         usage = (await client.messages.create(**ASKED)).usage
     assert (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == figures
     assert pipeline.looked_up == ([(Marker(0, 2, 0.0),)] if found else []), "only blocks that are not marked"
-
-
-@pytest.mark.parametrize(("found", "looks"), [((20,), 1), ((21,), 2)])
-async def test_the_nearest_blocks_are_looked_at_first(found: tuple[int, ...], looks: int) -> None:
-    blocks = [text(char) for char in "abcdefgh"]
-    body = ASKED | {"messages": [user(*blocks, text("i", **MARK))]}
-    pipeline = FakePipeline(traced={**SEVERAL, "lease_reads": (20,)}, places=found)
-    async with running(pipeline) as gateway, gateway.anthropic() as client:
-        await client.messages.create(**body)
-    assert [len(places) for places in pipeline.looked_up] == [4, 4][:looks]
-    assert [place.chars for place in pipeline.looked_up[0]] == [8, 7, 6, 5]
 
 
 async def test_what_is_not_kept_is_not_claimed_and_the_usage_says_so() -> None:

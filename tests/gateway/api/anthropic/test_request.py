@@ -94,10 +94,6 @@ def test_sampling_parameters_are_of_the_older_version_alone() -> None:
         ({"stop_sequences": ["a"] * 65}, "stop_sequences: array too long."),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: Field required"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "thinking.budget_tokens: integer below minimum"),
-        (
-            {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 2000},
-            "thinking.budget_tokens: `max_tokens` must be greater",
-        ),
         ({"thinking": {"type": "always"}}, "thinking.type: 'always' is not one of"),
         ({"inference_geo": "eu"}, "inference_geo: Where the models run is for the operator to say."),
         ({"container": "c"}, "container: There are no containers."),
@@ -120,7 +116,6 @@ def test_what_is_wrong_is_told_behind_its_path(fields: dict[str, Any], told: str
         (block("text", text=" \n"), "messages.0.content.0: text content blocks must contain non-whitespace text"),
         (block("text"), "messages.0.content.0.text: Field required"),
         ({"text": "x"}, "messages.0.content.0.type: Field required"),
-        (block("text", text="x", citations=[{}]), "messages.0.content.0.citations: citations are of answers"),
         (block("text", text="x", font="y"), "messages.0.content.0.font: Extra inputs are not permitted"),
         (block("image", source={}), "messages.0.content.0: Images are not supported by this model."),
         (block("search_result"), "messages.0.content.0: Search results as blocks are not supported"),
@@ -141,15 +136,12 @@ def test_a_block_that_is_wrong_is_told_by_its_path(item: Any, told: str) -> None
     assert refusal(messages=[{"role": "user", "content": [item]}]).startswith(told)
 
 
-def test_the_older_version_takes_citations_of_a_user_and_does_nothing_with_them() -> None:
+def test_citations_of_texts_change_nothing() -> None:
     cited = {"role": "user", "content": [block("text", text="hi", citations=[{"type": "char_location"}])]}
     body: dict[str, Any] = {"model": "demo", "messages": [cited], "system": [block("text", text="x", citations=[{}])]}
-    prompts = message("2023-06-01", **body).prompts
-    plain = [{"role": "system", "content": "x"}, USER]
-    assert prompts == (ChatPrompt(plain),)
-    assert parse_count(body, "2023-06-01", AnthropicSettings(), LeaseSettings()).prompts == prompts
-    with pytest.raises(BadRequestError, match="citations are of answers"):
-        parse_count(body, "2026-10-21", AnthropicSettings(), LeaseSettings())
+    prompts = message(**body).prompts
+    assert prompts == (ChatPrompt([{"role": "system", "content": "x"}, USER]),)
+    assert parse_count(body, AnthropicSettings(), LeaseSettings()).prompts == prompts
 
 
 def test_the_system_prompt_is_the_first_message() -> None:
@@ -286,12 +278,9 @@ def test_the_length_of_a_conversation_is_bounded() -> None:
 
 def test_counting_takes_no_limit_and_has_the_same_prompt() -> None:
     body = {"model": "demo", "messages": [USER], "system": "Be brief."}
-    assert (
-        parse_count(body, "2026-10-21", AnthropicSettings(), LeaseSettings()).prompts
-        == message(system="Be brief.").prompts
-    )
+    assert parse_count(body, AnthropicSettings(), LeaseSettings()).prompts == message(system="Be brief.").prompts
     with pytest.raises(BadRequestError, match="max_tokens"):
-        parse_count({**body, "max_tokens": 1}, "2026-10-21", AnthropicSettings(), LeaseSettings())
+        parse_count({**body, "max_tokens": 1}, AnthropicSettings(), LeaseSettings())
 
 
 TAKEN: list[Any] = [

@@ -38,7 +38,7 @@ def test_tools_are_part_of_the_prompt_and_may_be_called() -> None:
     assert call.prompts == (ChatPrompt([USER], tools=TOOLS),)
     assert call.tool_use == ToolUse(TOOLS)
     body = {"model": "demo", "messages": [USER], "tools": [WEATHER, CLOCK]}
-    counted = parse_count(body, "2026-10-21", AnthropicSettings(), LeaseSettings())
+    counted = parse_count(body, AnthropicSettings(), LeaseSettings())
     assert (counted.prompts, counted.tool_use) == (call.prompts, call.tool_use)
 
 
@@ -101,15 +101,6 @@ STRICT = {**CLOCK, "strict": True, "input_schema": {"type": "object", "additiona
         (
             {"tools": [CLOCK], "tool_choice": {"type": "any"}, "max_tokens": 0},
             "tool_choice: it is not possible together with `max_tokens` 0",
-        ),
-        (
-            {
-                "tools": [CLOCK],
-                "tool_choice": {"type": "any"},
-                "max_tokens": 2000,
-                "thinking": {"type": "enabled", "budget_tokens": 1024},
-            },
-            "thinking: thinking may not be enabled when `tool_choice` forces tool use",
         ),
     ],
 )  # fmt: skip
