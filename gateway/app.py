@@ -19,40 +19,52 @@ from redis.asyncio import Redis
 from engine.config import ConfigError
 from gateway.admin.accounting import audit_entry
 from gateway.admin.sources import EngineState, EngineStatus, Sources
+from gateway.api.gemini import content_store
+from gateway.api.gemini.content_store import ContentStore
 from gateway.api.malformed import MALFORMED
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.replays import REPLAYS
 from gateway.api.routes import build_app
-from gateway.config import Settings
+from gateway.config import Settings, StoredResponseSettings
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.registry import EngineFigures, Registry
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
+from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
+from gateway.ledger.books import MemoryBook, RedisBook
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
+from gateway.limits.counters import MemoryCounters, RedisCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
 from gateway.logs import lost_lines
 from gateway.pipeline import Pipeline
 from gateway.prompt.stage import PromptStage
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.slots import SlotQueue
-from gateway.redis_or_memory import RedisOrMemory
 from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries
 from gateway.responses.exact import ExactCache
 from gateway.responses.semantic.cache import SemanticCache
+from gateway.responses.semantic.questions import RedisQuestions
 from gateway.responses.stage import ResponseCache
-from gateway.responses.stored_answers import StoredAnswers
+from gateway.responses.stored_answers import RemovalEpoch, StoredAnswers
 from gateway.responses.upstream_answers import RememberedUpstreams
-from gateway.storage.redis_calls import connect
+from gateway.storage.breaker import RedisBreaker
+from gateway.storage.byte_store import ByteStore, Quota
+from gateway.storage.memory_bytes import MemoryBytes
+from gateway.storage.redis_bytes import RedisBytes
+from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import Trace
 from gateway.upstreams.connections import find_proxy
 from gateway.upstreams.stage import Upstreams
 from gateway.version import installed_version
 
 log = logging.getLogger(__name__)
+
+REDIS_RETRY_S = 1.0
+"""Without Redis after a failure, before it is asked again: a gateway notices its return within a second."""
 
 RETRY_AFTER_S = 2.0
 """What a client is told whose model has no engine at the moment: about what one takes to start."""
@@ -75,28 +87,35 @@ class Gateway:
         self.prompts = PromptStage(settings.prompt)
         self.queue: SlotQueue[BundledEngine] = SlotQueue(settings.queue)
         self.embedder = Embedder(settings.embeddings)
-        self.stores = stores = RedisOrMemory(settings, self.redis)
-        self.index = stores.index(self.memory)
-        self.contents = stores.contents()
+        self.breaker = RedisBreaker(retry_s=REDIS_RETRY_S)
+        self.index = PrefixIndex(self.memory, self._calls(), retry_s=REDIS_RETRY_S)
+        calls, quota = self._calls(), content_store.quota_of(settings.gemini)
+        shared_contents = None if calls is None else RedisBytes(calls, content_store.STORE, quota, time.time)
+        self.contents = ContentStore(settings.gemini, time.time, shared_contents)
         folder = settings.files.folder or settings.server.data_dir / "files"
         self.files = FileStore(Folder(folder, settings.files, time.time), settings.files)
         jobs_folder = settings.batches.folder or settings.server.data_dir / "batches"
         # A connection of its own: what is asked about jobs may take longer than what a request waits for.
         timeout_s = settings.batches.redis_timeout_s
         self.batch_redis = connect(self.redis_url, timeout_s) if self.redis_url and self.redis is not None else None
-        self.batches = BatchLane(self.batch_redis, jobs_folder, self.files, settings.batches, time.time, stores.breaker)
+        self.batches = BatchLane(self.batch_redis, jobs_folder, self.files, settings.batches, time.time, self.breaker)
         self.registry = Registry(
             self._connect,
             retry_after_s=RETRY_AFTER_S,
             start_timeout_s=settings.engines.start_timeout_s,
             on_unused=self.prompts.unload,
             redis=self.redis if settings.engines.discover else None,
-            breaker=stores.breaker,
+            breaker=self.breaker,
         )
-        self.responses = ResponseStore(stores.stored_responses())
+        self.responses = ResponseStore(self._bytes("responses", settings.stored_responses))
         prices = Prices(settings.prices, settings.batches.price)
-        self.ledger = Ledger(settings.ledger, prices, stores.book(), time.time)
-        self.limits = TenantLimits(settings.limits, settings.tenants, stores.counters())
+        book = MemoryBook() if (calls := self._calls()) is None else RedisBook(calls)
+        self.ledger = Ledger(settings.ledger, prices, book, time.time)
+        lease_s, calls = settings.limits.lease_s, self._calls()
+        counters = SharedCounters(
+            None if calls is None else RedisCounters(calls, lease_s=lease_s), MemoryCounters(lease_s=lease_s)
+        )
+        self.limits = TenantLimits(settings.limits, settings.tenants, counters)
         self.upstreams = Upstreams(
             settings.upstreams,
             self.upstream_keys,
@@ -106,10 +125,14 @@ class Gateway:
         )
         self.figures = EngineFigures(lambda: self.registry.engines)
         remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)
-        shared = stores.answers()
-        self.semantic_cache = _semantic_cache(settings, stores, self.embedder)
+        calls = self._calls() if settings.response_cache.max_redis_bytes else None
+        shared = None if calls is None else RedisEntries(calls, settings.response_cache, time.time)
+        calls = self._calls() if settings.semantic_cache.max_redis_bytes else None
+        questions = None if calls is None else RedisQuestions(calls, settings.semantic_cache)
+        self.semantic_cache = _semantic_cache(settings, questions, self.embedder)
+        epoch = None if (calls := self._calls()) is None else RemovalEpoch(calls)
         every_s = settings.response_cache.removals_s
-        self.answers = StoredAnswers(remembered, shared, stores.removals(), self.semantic_cache, every_s=every_s)
+        self.answers = StoredAnswers(remembered, shared, epoch, self.semantic_cache, every_s=every_s)
         self.response_cache = _response_cache(
             settings, remembered, shared, self.answers, self.semantic_cache, self._audited
         )
@@ -131,7 +154,7 @@ class Gateway:
             upstreams=self.remembered,
             embedder=self.embedder,
             responses=self.responses,
-            fingerprints=self.stores.fingerprints(),
+            fingerprints=self._bytes("fingerprints", self.settings.anthropic.fingerprints),
             contents=self.contents,
             files=self.files,
             jobs=self.batches.store,
@@ -150,7 +173,7 @@ class Gateway:
                 ledger=self.ledger,
                 limits=self.limits.figures,
                 response_cache=self.response_cache.stats,
-                redis=self.stores.figures,
+                redis=self._redis_figures,
                 batches=self.batches.figures,
                 lost_lines=lost_lines,
                 malformed=lambda: MALFORMED.counts,
@@ -158,6 +181,17 @@ class Gateway:
                 version=installed_version(),
             ),
         )
+
+    def _calls(self) -> RedisCalls | None:
+        """Of one store, so that none waits for a turn behind another. None without Redis."""
+        return None if self.redis is None else RedisCalls(self.redis, self.settings.redis.timeout_s, self.breaker)
+
+    def _bytes(self, name: str, limits: StoredResponseSettings) -> ByteStore:
+        calls, quota = self._calls(), Quota.of(limits)
+        return MemoryBytes(quota, time.time) if calls is None else RedisBytes(calls, name, quota, time.time)
+
+    def _redis_figures(self) -> dict[str, Any]:
+        return {"up": self.redis is not None and self.breaker.up, "outages": self.breaker.outages}
 
     def _connect(self, name: str, url: str) -> BundledEngine:
         return BundledEngine(
@@ -198,7 +232,7 @@ def _response_cache(
     return ResponseCache(own, modes, exact, semantic, time.time, audited)
 
 
-def _semantic_cache(settings: Settings, stores: RedisOrMemory, embedder: Embedder) -> SemanticCache | None:
+def _semantic_cache(settings: Settings, questions: RedisQuestions | None, embedder: Embedder) -> SemanticCache | None:
     """None where nobody may use it, or the extra is missing."""
     own = settings.semantic_cache
     modes = {tenant.name: tenant.semantic_cache for tenant in settings.tenants if tenant.semantic_cache is not None}
@@ -211,7 +245,7 @@ def _semantic_cache(settings: Settings, stores: RedisOrMemory, embedder: Embedde
         own,
         modes,
         embedder,
-        stores.questions(),
+        questions,
         random=random.random,
         now=time.time,
         namespaces=[namespace.name for namespace in settings.namespaces if namespace.semantic_cache],

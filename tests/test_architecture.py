@@ -95,7 +95,7 @@ def test_imports_follow_the_pipeline(path: Path) -> None:
     elif room == "client":
         outside = {name for name in used if not name.startswith("gateway.client")}
         assert outside <= {"gateway.api.openai.batches.rows"}, "it is a client, which knows how a file has to be"
-    elif module not in ("gateway.app", "gateway.redis_or_memory", "gateway.serving", "gateway.cli"):
+    elif module not in ("gateway.app", "gateway.serving", "gateway.cli"):
         assert used <= FOUNDATION | {"engine.protocol", "engine.config"}, f"{module}: a room of its own"
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+from gateway.config import StoredResponseSettings
+
 UNLIMITED: Final = 1 << 53
 
 Put = Literal["stored", "entries", "bytes", "changed"]
@@ -36,6 +38,11 @@ class Quota:
     total_bytes: int = UNLIMITED
     ttl_s: float = 0.0
     by_use: bool = False
+
+    @classmethod
+    def of(cls, limits: StoredResponseSettings) -> Quota:
+        """Of one tenant."""
+        return cls(limits.max_responses, limits.max_bytes, limits.max_response_bytes, ttl_s=limits.ttl_s)
 
     @property
     def largest(self) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from gateway import app
 from gateway.api.gemini.content_store import STORE, ContentStore, quota_of
 from gateway.config import (
     BatchSettings,
@@ -17,17 +19,16 @@ from gateway.config import (
     RedisSettings,
     ResponseCacheSettings,
     SemanticCacheSettings,
+    ServerSettings,
     Settings,
 )
 from gateway.errors import RedisDownError
-from gateway.index.memory_index import MemoryIndex
 from gateway.ledger.books import RedisBook
-from gateway.limits.counters import MemoryCounters, RedisCounters, Take
+from gateway.limits.counters import RedisCounters, Take
 from gateway.queues.batch.redis_jobs import RedisJobs, RedisScripts
-from gateway.redis_or_memory import RedisOrMemory
 from gateway.responses.entry_stores import RedisEntries
 from gateway.responses.semantic.questions import RedisQuestions
-from gateway.storage.breaker import RedisBreaker
+from gateway.serving import close_with
 from gateway.storage.byte_store import Quota
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import MAX_CALLS, RedisCalls, connect
@@ -113,24 +114,24 @@ async def test_a_redis_that_answers_answers_all_of_a_burst(redis_url: str, store
     assert RedisDownError not in kinds
 
 
-async def test_what_one_store_found_out_costs_the_others_nothing(silent: str) -> None:
+async def test_what_one_store_found_out_costs_the_others_nothing(
+    silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a gateway: they share a breaker."""
-    redis, settings = connect(silent, TIMEOUT_S), Settings(redis=RedisSettings(timeout_s=TIMEOUT_S))
-    stores = RedisOrMemory(settings, redis)
-    stores.breaker = RedisBreaker(retry_s=600)
-    try:
-        assert await stores.index(MemoryIndex()).find("m", bytes(16), ["one"]) == {}
-        assert stores.figures() == {"up": False, "outages": 1}
+    monkeypatch.setattr(app, "REDIS_RETRY_S", 600.0)
+    redis = connect(silent, TIMEOUT_S)
+    settings = Settings(redis=RedisSettings(timeout_s=TIMEOUT_S), server=ServerSettings(data_dir=tmp_path))
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(redis.aclose)
+        gateway = app.Gateway(settings, redis, None)
+        close_with(stack, gateway)
+        assert await gateway.index.find("m", bytes(16), ["one"]) == {}
+        assert (gateway.breaker.up, gateway.breaker.outages) == (False, 1)
         for call in (
-            stores.stored_responses().put("a", "1", b"x"),
-            stores.fingerprints().find("a", "1"),
-            stores.book().read("0", "9"),
+            gateway.responses.find_upstream("a", "1"),
+            gateway.contents.find("a", "1"),
+            gateway.ledger.read("0", "9"),
         ):
             with pytest.raises(RedisDownError) as down:
                 await call
             assert not down.value.asked
-        taken, counters = await stores.counters().take("a", Take({"requests": 1}))
-        assert taken.admitted
-        assert isinstance(counters, MemoryCounters)
-    finally:
-        await redis.aclose()

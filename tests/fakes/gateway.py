@@ -58,7 +58,6 @@ from gateway.queues.batch.lane import BatchLane
 from gateway.queues.batch.store import BatchStore
 from gateway.queues.batch.worker import Worker
 from gateway.queues.slots import SlotQueue
-from gateway.redis_or_memory import quota_of
 from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entries import Answers
@@ -67,7 +66,7 @@ from gateway.responses.exact import ExactCache
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
 from gateway.responses.upstream_answers import RememberedUpstreams
-from gateway.storage.byte_store import ByteStore
+from gateway.storage.byte_store import ByteStore, Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.upstreams.stage import Upstreams
 from tests.fakes.answers import FakeAnswers
@@ -211,7 +210,7 @@ def make_app(
     )
     limits = given.limits = given.limits or limits_of(given)
     upstreams = upstreams or Upstreams(given.upstreams, {})
-    responses = ResponseStore(given.response_store or MemoryBytes(quota_of(given.stored_responses), given.now))
+    responses = ResponseStore(given.response_store or MemoryBytes(Quota.of(given.stored_responses), given.now))
     settings = Settings.model_construct(  # some tests have sections together that the whole refuses
         **{name: getattr(given, name) for name in SECTIONS},
         embeddings=given.embedder.settings,
@@ -226,7 +225,7 @@ def make_app(
         upstreams=RememberedUpstreams(upstreams, REPLAYS, given.response_cache),
         embedder=given.embedder,
         responses=responses,
-        fingerprints=given.fingerprints or MemoryBytes(quota_of(given.anthropic.fingerprints), given.now),
+        fingerprints=given.fingerprints or MemoryBytes(Quota.of(given.anthropic.fingerprints), given.now),
         contents=ContentStore(given.gemini, given.now),
         files=files,
         jobs=jobs or make_lane(given, Path("/nowhere"), files).store,

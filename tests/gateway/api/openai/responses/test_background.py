@@ -15,8 +15,7 @@ from gateway.api.openai.responses.keeping import settled
 from gateway.api.openai.responses.store import StoredResponse
 from gateway.config import ServerSettings, StoredResponseSettings, TenantSettings
 from gateway.errors import EngineFailedError, RedisDownError
-from gateway.redis_or_memory import quota_of
-from gateway.storage.byte_store import Put
+from gateway.storage.byte_store import Put, Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.pipeline import FakePipeline
@@ -30,7 +29,7 @@ class WatchedStore(MemoryBytes):
     """Says when something was put."""
 
     def __init__(self) -> None:
-        super().__init__(quota_of(StoredResponseSettings()), time.time)
+        super().__init__(Quota.of(StoredResponseSettings()), time.time)
         self.puts: asyncio.Queue[str] = asyncio.Queue()
         self.down = False
 

@@ -16,9 +16,8 @@ from engine.protocol import Hello
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse
 from gateway.config import StoredResponseSettings, TenantSettings
 from gateway.errors import EngineLostError, OverloadedError
-from gateway.redis_or_memory import quota_of
 from gateway.storage.breaker import RedisBreaker
-from gateway.storage.byte_store import Put
+from gateway.storage.byte_store import Put, Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import RedisCalls, connect
@@ -30,7 +29,7 @@ from tests.fakes.redis_process import RedisProcess
 
 TENANTS = (TenantSettings(name="north", keys=("north-key-1",)), TenantSettings(name="south", keys=("south-key-1",)))
 
-QUOTA = quota_of(StoredResponseSettings())
+QUOTA = Quota.of(StoredResponseSettings())
 
 
 def messages(gateway: Gateway, number: int = -1) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from openai import AsyncStream
 from gateway.api.lines import LineRequest
 from gateway.api.routes import RUNNER
 from gateway.config import StoredResponseSettings, TenantSettings
-from gateway.redis_or_memory import quota_of
+from gateway.storage.byte_store import Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.types import Tenant
 from tests.fakes.down_store import DownStore
@@ -128,7 +128,7 @@ async def test_an_id_of_a_line_of_a_batch_is_known_too() -> None:
 
 
 async def test_an_upstream_that_is_gone_or_of_other_tenants_by_now_is_not_asked() -> None:
-    store = MemoryBytes(quota_of(StoredResponseSettings()), time.time)
+    store = MemoryBytes(Quota.of(StoredResponseSettings()), time.time)
     async with upstream(RESPONSE) as stub:
         async with running(upstreams=[stub.settings()], response_store=store) as gateway, gateway.sdk() as client:
             await client.responses.create(model="up-1", input="hi")
