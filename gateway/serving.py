@@ -111,15 +111,11 @@ def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     """What the stages hold is let go of with the stack, last first."""
     stack.callback(gateway.prompts.close)
     stack.callback(gateway.embedder.close)
-    stack.push_async_callback(gateway.answers.close)
-    stack.push_async_callback(gateway.index.close)
-    stack.push_async_callback(gateway.figures.close)
-    stack.push_async_callback(gateway.ledger.close)
+    stages = (gateway.answers, gateway.index, gateway.figures, gateway.ledger, gateway.files, gateway.limits)
+    for stage in (*stages, gateway.upstreams):
+        stack.push_async_callback(stage.close)
     if gateway.batch_redis is not None:
         stack.push_async_callback(gateway.batch_redis.aclose)
-    stack.push_async_callback(gateway.files.close)
-    stack.push_async_callback(gateway.limits.close)
-    stack.push_async_callback(gateway.upstreams.close)
     if gateway.semantic_cache is not None:  # what its audits have used by then is for the ledger
         stack.push_async_callback(gateway.semantic_cache.close)
 
@@ -128,13 +124,9 @@ def _start(gateway: Gateway) -> None:
     """What the stages do by themselves, beside requests."""
     if gateway.semantic_cache is not None:
         gateway.semantic_cache.start()
-    gateway.files.start()
-    gateway.upstreams.start()
-    gateway.ledger.start()
-    gateway.limits.start()
-    gateway.index.start()
-    gateway.answers.start()
-    gateway.registry.start()
+    stages = (gateway.files, gateway.upstreams, gateway.ledger, gateway.limits, gateway.index, gateway.answers)
+    for stage in (*stages, gateway.registry):
+        stage.start()
 
 
 async def _start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
