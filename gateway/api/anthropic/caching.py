@@ -16,9 +16,9 @@ from typing import Final
 
 from engine.protocol import Breakpoint
 from gateway.api.anthropic.messages import Block
-from gateway.api.fields import invalid
+from gateway.api.fields import invalid, unsupported
 from gateway.config import duration_s
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import BadRequestError
 from gateway.types import MAX_BREAKPOINTS, MAX_MARKERS, Marker
 
 DEFAULT_TTL: Final = "5m"
@@ -60,14 +60,11 @@ def read_caching(
     Raises BadRequestError for more than 4 markers, for a 1h one behind a 5m one, and for a time that is not allowed.
     """
     marked = {number: _ttl(block.control) for number, block in enumerate(blocks) if block.control is not None}
-    if len(marked) > MAX_BREAKPOINTS:
-        raise _too_many(len(marked))
     if automatic is not None:
         _add_automatic(marked, blocks, _ttl(automatic))
     if not marked:
         return Caching()
-    _check_order(marked, blocks)
-    _check_allowed(marked, blocks, ttls)
+    _check(marked, blocks, ttls)
     markers = tuple(_marker(blocks[number], duration_s(ttl)) for number, ttl in sorted(marked.items()))
     places: list[Marker] = []
     for number in sorted(set(_before(blocks, marked, lookback)), reverse=True):
@@ -102,43 +99,30 @@ def _ttl(control: Mapping[str, str]) -> str:
 def _add_automatic(marked: dict[int, str], blocks: Sequence[Block], ttl: str) -> None:
     """On the last block that can be cached; where there is none, nothing is."""
     last = next((number for number in reversed(range(len(blocks))) if blocks[number].kind != "thinking"), None)
-    if last is None:
-        return
-    if last in marked:
-        if marked[last] != ttl:
-            why = f"the last block has a cache_control of its own, with ttl='{marked[last]}'"
-            raise invalid("cache_control.ttl", why)
-        return
-    if len(marked) == MAX_BREAKPOINTS:
-        raise _too_many(len(marked) + 1)
-    marked[last] = ttl
+    if last is not None and marked.setdefault(last, ttl) != ttl:
+        why = f"the last block has a cache_control of its own, with ttl='{marked[last]}'"
+        raise invalid("cache_control.ttl", why)
 
 
-def _too_many(found: int) -> BadRequestError:
-    return BadRequestError(
-        f"A maximum of {MAX_BREAKPOINTS} blocks with cache_control may be provided. Found {found}.",
-        code="array_above_max_length",
-    )
-
-
-def _check_order(marked: Mapping[int, str], blocks: Sequence[Block]) -> None:
+def _check(marked: Mapping[int, str], blocks: Sequence[Block], ttls: Sequence[str]) -> None:
+    if len(marked) > MAX_BREAKPOINTS:
+        raise BadRequestError(
+            f"A maximum of {MAX_BREAKPOINTS} blocks with cache_control may be provided. Found {len(marked)}.",
+            code="array_above_max_length",
+        )
+    allowed = {duration_s(ttl) for ttl in ttls}
     shorter = False
     for number, ttl in sorted(marked.items()):
+        path = f"{blocks[number].path}.cache_control.ttl"
         if ttl == "1h" and shorter:
             raise invalid(
-                f"{blocks[number].path}.cache_control.ttl",
+                path,
                 "a ttl='1h' cache_control block must not come after a ttl='5m' cache_control block. Note that blocks "
                 "are processed in the following order: `tools`, `system`, `messages`",
             )
         shorter = shorter or ttl != "1h"
-
-
-def _check_allowed(marked: Mapping[int, str], blocks: Sequence[Block], ttls: Sequence[str]) -> None:
-    allowed = {duration_s(ttl) for ttl in ttls}
-    for number, ttl in marked.items():
         if duration_s(ttl) not in allowed:
-            why = f"this server keeps nothing for {ttl} (leases.ttls: {', '.join(ttls)})"
-            raise UnsupportedError(why, param=f"{blocks[number].path}.cache_control.ttl", reason=why)
+            raise unsupported(path, f"this server keeps nothing for {ttl} (leases.ttls: {', '.join(ttls)})")
 
 
 def _before(blocks: Sequence[Block], marked: Collection[int], lookback: int) -> Iterator[int]:

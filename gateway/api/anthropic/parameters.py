@@ -32,6 +32,7 @@ from gateway.api.fields import (
     tagged,
     takes,
     text,
+    unsupported,
     used,
 )
 from gateway.errors import UnsupportedError
@@ -77,8 +78,7 @@ def context_management(value: Any, path: str) -> None:
     for index, edit in enumerate(() if edits is None else a_list(edits, f"{path}.edits")):
         where = f"{path}.edits[{index}]"
         if not required_text(an_object(edit, where), "type", where).startswith("clear_thinking_"):
-            why = "Of a conversation nothing is removed or summarised here."
-            raise UnsupportedError(why, param=f"{where}.type", reason=why)
+            raise unsupported(f"{where}.type", "Of a conversation nothing is removed or summarised here.")
 
 
 @takes({})
@@ -87,6 +87,8 @@ def no_threads(value: Any, path: str) -> None:
     why = "No threads are kept: send the whole conversation."
     raise UnsupportedError(why, param=path, reason=why, code=NO_THREADS)
 
+
+_OLDER: Final = ", default 1; only in version 2023-06-01"
 
 MESSAGES: Final = table(
     used("model", _string, ", required", "Name of a served model, as in `GET /v1/models`."),
@@ -104,15 +106,10 @@ MESSAGES: Final = table(
         "stop_sequences",
         stop_sequences,
         "array of up to 64 strings of up to 1024 characters, none of them blank",
-        "Each ends the answer, is told in `stop_sequence`, and is not part of the text.",
+        "Each ends the answer, is reported in `stop_sequence`, and is not part of the text.",
     ),
-    used("temperature", number(0, 1), ", default 1; only in version 2023-06-01", "0 takes the likeliest token."),
-    used(
-        "top_p",
-        number(0, 1),
-        ", default 1; only in version 2023-06-01",
-        "Samples from the likeliest tokens of this total.",
-    ),
+    used("temperature", number(0, 1), _OLDER, "0 takes the likeliest token."),
+    used("top_p", number(0, 1), _OLDER, "Samples from the likeliest tokens of this total."),
     used(
         "top_k",
         integer(0, MAX_TOKENS),
@@ -125,24 +122,14 @@ MESSAGES: Final = table(
         "object: `format` of type `json_schema`, `effort`",
         "`format`: what the answer has to be. `effort` has no effect: the model works as it was made to.",
     ),
-    used(
-        "output_format",
-        check_format,
-        "object: `type` `json_schema`, `schema`",
-        "The older form of `output_config.format`.",
-    ),
-    used(
+    used("output_format", check_format, "object: `type` `json_schema`, `schema`", "Older: `output_config.format`."),
+    no_effect(
         "thinking",
         thinking,
         "object: `type` `enabled` with `budget_tokens`, `adaptive`, `between_tools` or `disabled`",
-        "Checked, and held against other parameters as upstream. The model thinks as it was made to, in its text.",
+        "The model thinks as it was made to, in its text.",
     ),
-    no_effect(
-        "metadata",
-        record(user_id=text(512)),
-        "object: `user_id` of up to 512 characters",
-        "The key decides who asks.",
-    ),
+    no_effect("metadata", record(user_id=text(512)), "object: `user_id`", "The key says which tenant it is."),
     used(
         "service_tier",
         choice("auto", "standard_only"),
@@ -151,10 +138,7 @@ MESSAGES: Final = table(
     ),
     no_effect("speed", choice("standard", "fast"), "", "There is one speed, and it is `standard`."),
     used(
-        "cache_control",
-        check_control,
-        "object: `type` `ephemeral`, `ttl` `5m` or `1h`",
-        "Marks the last block that can be cached.",
+        "cache_control", check_control, "object: `type` `ephemeral`, `ttl`", "Marks the last block that can be cached."
     ),
     used(
         "cache",
@@ -181,38 +165,19 @@ MESSAGES: Final = table(
         "object: `type` `auto`, `any`, `tool` with `name`, or `none`; `disable_parallel_tool_use`",
         "Whether it may, or has to, and which.",
     ),
-    refused(
-        "inference_geo",
-        "Where the models run is for the operator to say.",
-        _string,
-        "string; only `global`",
-        "global",
-    ),
+    refused("inference_geo", "Where the models run is up to the operator.", _string, "string; only `global`", "global"),
     no_effect(
         "context_management",
         context_management,
         "object: `edits` of the type `clear_thinking_*`",
-        "Which thoughts of earlier turns stay is for the chat template to say. Other edits are refused.",
+        "Which thoughts of earlier turns stay is up to the chat template. Other edits are refused.",
     ),
     refused("mcp_servers", "No tools of other servers are called from here.", anything, "array; only `[]`", []),
     refused("thread", "No threads are kept. SDKs know the error, and send the whole conversation.", no_threads),
     refused("container", "There are no containers."),
 )
-
-COUNT: Final = {
-    name: MESSAGES[name]
-    for name in (
-        "model",
-        "messages",
-        "system",
-        "tools",
-        "tool_choice",
-        "thinking",
-        "output_config",
-        "output_format",
-        "cache_control",
-        "context_management",
-        "mcp_servers",
-        "speed",
-    )
-}
+_COUNTED: Final = (
+    *("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format"),
+    *("cache_control", "context_management", "mcp_servers", "speed"),
+)
+COUNT: Final = {name: MESSAGES[name] for name in _COUNTED}

@@ -150,7 +150,6 @@ def _check_prewarm(values: dict[str, Any]) -> None:
     """What cannot be asked of an answer that is not generated."""
     refused = {
         "stream": values.get("stream", False),
-        "thinking": values.get("thinking", {}).get("type") in ("enabled", "adaptive", "between_tools"),
         "tool_choice": _forced(values),
         "output_config.format": _format(values) is not None,
     }

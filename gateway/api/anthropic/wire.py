@@ -18,7 +18,7 @@ from multidict import MultiMapping
 
 from gateway.api.body import ENCODING_CODES
 from gateway.api.dialect import Dialect, printable
-from gateway.api.fields import Parameter, choice, closed_object, in_url, integer, invalid, read_query, shown, text
+from gateway.api.fields import choice, closed_object, in_url, integer, invalid, read_query, shown, table, text, used
 from gateway.errors import BadRequestError, ContextLengthError, DeadlineError, KvasirError
 from gateway.types import Allowance, Room
 
@@ -48,18 +48,12 @@ DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 1000
 
 _lifecycle = choice("active", "deprecated", "retired")
-_page: Final = (
-    Parameter("limit", in_url(integer(1, MAX_LIMIT)), "integer 1 to 1000, default 20", "Models of one page, at most."),
-    Parameter("after_id", text(), "string", "The page right after this model."),
-    Parameter("before_id", text(), "string", "The page right before this model."),
-    Parameter(
-        "lifecycle",
-        _lifecycle,
-        "`active`, `deprecated`, `retired`, several times",
-        "Only models of these stages.",
-    ),
+MODELS: Final = table(
+    used("limit", in_url(integer(1, MAX_LIMIT)), "integer 1 to 1000, default 20", "Models of one page, at most."),
+    used("after_id", text(), "string", "The page right after this model."),
+    used("before_id", text(), "string", "The page right before this model."),
+    used("lifecycle", _lifecycle, "`active`, `deprecated`, `retired`, several times", "Only models of these stages."),
 )
-MODELS: Final = {parameter.name: parameter for parameter in _page}
 
 
 def read_version(http: web.Request) -> Version:
@@ -121,24 +115,15 @@ def _headers(request_id: str, elapsed_ms: float) -> dict[str, str]:
 
 def _allowance(allowance: Allowance) -> dict[str, str]:
     headers: dict[str, str] = {}
-    for kind, room in (
-        ("requests", allowance.requests),
-        ("tokens", allowance.tokens),
-        ("input-tokens", allowance.input_tokens),
-        ("output-tokens", allowance.output_tokens),
-    ):
+    for kind in ("requests", "tokens", "input_tokens", "output_tokens"):
+        room: Room | None = getattr(allowance, kind)
         if room is not None:
-            headers |= _room(kind, room)
+            reset = datetime.now(UTC) + timedelta(seconds=math.ceil(room.reset_s))
+            name = f"anthropic-ratelimit-{kind.replace('_', '-')}"
+            headers[f"{name}-limit"] = str(room.limit)
+            headers[f"{name}-remaining"] = str(room.remaining)
+            headers[f"{name}-reset"] = reset.strftime("%Y-%m-%dT%H:%M:%SZ")
     return headers
-
-
-def _room(kind: str, room: Room) -> dict[str, str]:
-    reset = datetime.now(UTC) + timedelta(seconds=math.ceil(room.reset_s))
-    return {
-        f"anthropic-ratelimit-{kind}-limit": str(room.limit),
-        f"anthropic-ratelimit-{kind}-remaining": str(room.remaining),
-        f"anthropic-ratelimit-{kind}-reset": reset.strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
 
 
 _ERROR: Final = {

@@ -1,42 +1,164 @@
-"""The routes of cached contents: create, get, list, patch, delete, and their use by generateContent. caching.py reads
-what comes in, answering.py has the prefix computed, a store keeps what was sent.
+"""Cached contents of the Gemini API: create, get, list, patch, delete, and their use by generateContent.
+
+What is stored becomes a lease: the prompt is computed up to its end, with a breakpoint there whose time to live is that
+of the cached content. Every use sets the breakpoint again, with the time that is left, so that a lease that was lost
+is made anew.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+import orjson
 from aiohttp import web
 
+from engine.protocol import Sampling
 from gateway.api.answering import Answering, parsed
+from gateway.api.call import Call
 from gateway.api.dialect import EXAMPLE_MODEL, Route
-from gateway.api.fields import invalid, missing, read_query, shown
-from gateway.api.gemini.caching import (
-    CHANGE,
-    CREATE,
-    MASK,
-    expires_s,
-    in_ms,
-    kept_part,
-    kept_values,
-    marker,
-    new_name,
-    prefix_call,
-    resource_json,
+from gateway.api.fields import (
+    anything,
+    invalid,
+    missing,
+    no_effect,
+    read_query,
+    refused,
+    shown,
+    table,
+    takes,
+    text,
+    used,
 )
 from gateway.api.gemini.content_store import ContentStore
+from gateway.api.gemini.contents import to_messages
 from gateway.api.gemini.files import VERSIONS, GeminiFiles
-from gateway.api.gemini.proto import read
+from gateway.api.gemini.parameters import GENERATE
+from gateway.api.gemini.proto import given, read
 from gateway.api.gemini.request import CachedPrefix, model_name
-from gateway.api.gemini.wire import PAGE, page
+from gateway.api.gemini.tools import strict, tool_use
+from gateway.api.gemini.wire import PAGE, duration, duration_s, page, timestamp, timestamp_s
 from gateway.api.record import BODY, RECORD, TENANT, kvasir_headers
 from gateway.api.replies import reply_json
 from gateway.config import GeminiSettings
+from gateway.config import duration_s as setting_s
 from gateway.errors import NotFoundError
 from gateway.tasks import off_loop
-from gateway.types import CachedContent, Lease, Tenant
+from gateway.types import CachedContent, ChatPrompt, Lease, Marker, Tenant
+
+MS_DIGITS: Final = 3  # stores keep milliseconds, so that a time is shown the same whenever it is read
+LEAST_S: Final = 1e-3  # of a breakpoint, where a cached content ends while it is used
+_KEPT: Final = ("systemInstruction", "contents", "tools", "toolConfig")
+_string = text()
+_OURS: Final = "The server writes it."
+_FIXED: Final = "Only the end of a cached content can be changed."
+_TTL: Final = ("string like `3.5s`", "For how long it is kept from now; default `gemini.default_ttl`.")
+_EXPIRES: Final = ("RFC 3339 timestamp", "Until when it is kept; not together with `ttl`.")
+
+CREATE: Final = table(
+    used("model", _string, "string, required", "Name of a served model, with or without `models/`."),
+    *(GENERATE[name] for name in _KEPT),
+    used("ttl", duration_s, *_TTL),
+    used("expireTime", timestamp_s, *_EXPIRES),
+    used("displayName", text(128), "string of up to 128 characters", "For people."),
+    *(no_effect(name, anything, "-", _OURS) for name in ("name", "createTime", "updateTime", "usageMetadata")),
+    refused("kmsKeyName", "Nothing is encrypted with keys of others."),
+)
+CHANGE: Final = table(
+    used("ttl", duration_s, *_TTL),
+    used("expireTime", timestamp_s, *_EXPIRES),
+    *(no_effect(name, anything, "-", _OURS) for name in ("name", "createTime", "updateTime", "usageMetadata")),
+    *(refused(name, _FIXED) for name in ("model", "displayName", *_KEPT)),
+)
+
+
+@takes({"type": "string"})
+def check_mask(value: Any, path: str) -> str:
+    """An updateMask: the fields that a change is about."""
+    for name in _string(value, path).split(","):
+        if name not in ("ttl", "expireTime", "expire_time", "*", ""):
+            raise invalid(path, f"'{shown(name)}' cannot be changed")
+    return str(value)
+
+
+MASK: Final = table(
+    used("updateMask", check_mask, "`ttl` or `expireTime`", "What is changed; the body says it as well."),
+)
+
+
+def kept_part(body: dict[str, Any], limits: GeminiSettings) -> bytes:
+    """What of a checked body is kept, as it came. Raises BadRequestError when it is too large."""
+    found = given(body, CREATE)
+    kept = orjson.dumps({name: found[name] for name in _KEPT if name in found})
+    if len(kept) > limits.max_content_bytes:
+        raise invalid("contents", f"{len(kept)} bytes of JSON, and {limits.max_content_bytes} are possible")
+    return kept
+
+
+def kept_values(content: CachedContent) -> dict[str, Any]:
+    """The checked values of what was kept."""
+    return read(orjson.loads(content.body), GENERATE)
+
+
+def expires_s(values: dict[str, Any], now_s: float, limits: GeminiSettings, *, default: bool) -> float:
+    """When it ends, in seconds since 1970. Raises BadRequestError for a time that is too near or too far, and for
+    none where there is no default."""
+    if "ttl" in values and "expireTime" in values:
+        raise invalid("expireTime", "it is there besides 'ttl'")
+    if "ttl" in values:
+        path, ttl_s = "ttl", values["ttl"]
+    elif "expireTime" in values:
+        path, ttl_s = "expireTime", values["expireTime"] - now_s
+    elif default:
+        path, ttl_s = "ttl", setting_s(limits.default_ttl)
+    else:
+        raise missing("ttl")
+    least_s = setting_s(limits.min_ttl)
+    if not least_s <= ttl_s <= limits.longest_s:
+        possible = f"{duration(least_s)} to {duration(limits.longest_s)} (gemini.max_ttl)"
+        raise invalid(path, f"it is {duration(ttl_s)} from now, and may be {possible}")
+    return float(round(now_s + ttl_s, MS_DIGITS))
+
+
+def marker(values: dict[str, Any], ttl_s: float) -> Marker:
+    """The breakpoint at the end of what is kept: it begins every prompt that uses it."""
+    messages = _messages(values)
+    return Marker(len(messages) - 1, len(messages[-1]["content"]), max(ttl_s, LEAST_S))
+
+
+def _messages(values: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = to_messages(values.get("systemInstruction"), values.get("contents", ()))
+    if not messages:
+        raise missing("contents")
+    return messages
+
+
+def prefix_call(model: str, values: dict[str, Any], ttl_s: float) -> Call:
+    """Computes what is kept, and generates nothing. Raises BadRequestError for what no request could use."""
+    declared = strict(values.get("tools", ()), values.get("toolConfig", {}))
+    tool_use(declared, values.get("toolConfig", {}), "toolConfig")
+    markers = (marker(values, ttl_s),)
+    prompt = ChatPrompt(_messages(values), add_generation_prompt=False, markers=markers, tools=declared)
+    return Call(model=model, prompts=(prompt,), prompt_param="contents", sampling=Sampling(max_tokens=0), prewarm=True)
+
+
+def resource_json(content: CachedContent, lease: Lease | None = None) -> dict[str, Any]:
+    """The resource; its contents are never told. `cacheLease` is ours, and there when an engine was just asked."""
+    return {
+        "name": f"cachedContents/{content.name}",
+        "model": f"models/{content.model}",
+        **({"displayName": content.display_name} if content.display_name else {}),
+        "createTime": timestamp(content.created_s),
+        "updateTime": timestamp(content.updated_s),
+        "expireTime": timestamp(content.expires_s),
+        "usageMetadata": {"totalTokenCount": content.tokens},
+        **({"cacheLease": lease.state} if lease is not None else {}),
+    }
+
+
+# -- routes -----------------------------------------------------------------------------------------------------------
 
 EXAMPLE: Final = {
     "model": f"models/{EXAMPLE_MODEL}",
@@ -60,15 +182,8 @@ class CachedContents:
 
     def _routes(self, root: str) -> Iterator[Route]:
         one = f"{root}/{{name}}"
-        yield Route(
-            "POST",
-            root,
-            self.create,
-            "Creates a cached content: the beginning of prompts.",
-            CREATE,
-            required=("model",),
-            example=EXAMPLE,
-        )
+        summary = "Creates a cached content: the beginning of prompts."
+        yield Route("POST", root, self.create, summary, CREATE, required=("model",), example=EXAMPLE)
         yield Route("GET", root, self.list_all, "Cached contents.", query=PAGE)
         yield Route("GET", one, self.get, "One of them.")
         yield Route("PATCH", one, self.change, "Changes its end.", CHANGE, query=MASK, example={"ttl": "600s"})
@@ -89,12 +204,12 @@ class CachedContents:
         values = await parsed(http[RECORD], lambda _, body: read(body, CREATE), body)
         if not values.get("model"):
             raise missing("model")
-        name, now_s = model_name(values["model"]), in_ms(self.now())
+        name, now_s = model_name(values["model"]), round(self.now(), MS_DIGITS)
         end_s = expires_s(values, now_s, self.settings, default=True)
         kept = await parsed(http[RECORD], lambda _, body: kept_part(body, self.settings), body)
         tokens, lease = await self._lease(http, tenant, name, values, end_s - now_s)
         content = CachedContent(
-            name=new_name(),
+            name=secrets.token_hex(16),
             model=name,
             body=kept,
             num_bytes=len(kept),
@@ -109,16 +224,15 @@ class CachedContents:
 
     async def list_all(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/cachedContents"""
-        tenant = http[TENANT]
-        items = {f"{one.created_s:020.6f} {one.name}": one for one in await self.store.all_of(tenant.name)}
+        stored = await self.store.all_of(http[TENANT].name)
+        items = {f"{one.created_s:020.6f} {one.name}": one for one in stored}
         listed, token = page(items, http.query)
         contents = [resource_json(content) for _, content in listed]
         return _reply(http, {"cachedContents": contents, **({"nextPageToken": token} if token else {})})
 
     async def get(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/cachedContents/{name}"""
-        tenant = http[TENANT]
-        return _reply(http, resource_json(await self._find(tenant, http.match_info["name"])))
+        return _reply(http, resource_json(await self._find(http[TENANT], http.match_info["name"])))
 
     async def change(self, http: web.Request) -> web.StreamResponse:
         """PATCH /v1/cachedContents/{name}"""
@@ -140,8 +254,7 @@ class CachedContents:
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/cachedContents/{name}"""
-        tenant = http[TENANT]
-        if not await self.store.delete(tenant.name, http.match_info["name"]):
+        if not await self.store.delete(http[TENANT].name, http.match_info["name"]):
             raise _not_found(http.match_info["name"])
         return _reply(http, {})
 

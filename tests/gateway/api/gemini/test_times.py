@@ -41,9 +41,7 @@ def test_timestamps_are_rfc_3339(written: str, seconds: float) -> None:
     assert timestamp_s(written, "expireTime") == seconds
 
 
-@pytest.mark.parametrize(
-    "written", ["2026-11-21", "2026-11-21T10:00:00", "2026-13-21T10:00:00Z", "2026-11-21 10:00:00Z", "soon", 5, ""]
-)
+@pytest.mark.parametrize("written", ["2026-11-21", "2026-11-21T10:00:00", "2026-13-21T10:00:00Z", "soon", 5, ""])
 def test_what_is_no_timestamp_is_refused(written: object) -> None:
     with pytest.raises(BadRequestError) as refused:
         timestamp_s(written, "expireTime")
