@@ -1,10 +1,10 @@
 """Which request goes to which engine when a slot is free. Pure: no I/O, no clock, no futures.
 
-    tenants    take turns by the seconds of an engine that their requests took (start-time fair queueing), over weight
-    a tenant's requests go in the order of their `priority`, then shortest prefill first; every second of waiting
-               counts like `aging` seconds less
+    tenants    take turns by the engine seconds of their requests (start-time fair queueing), over weight
+    online     a tenant's requests go by `priority`, then shortest prefill first; every second of waiting counts like
+               `aging` seconds less
+    batch      a tenant's requests go in the order of arrival, which is that of their prefixes
     tiers      `flex` counts as `tier_s` seconds more in both, `priority` as so much less, and as no prefill
-    a tenant's batch requests go in the order in which they came, which is that of their prefixes
     an engine  is chosen when a slot is free, for requests in that order: each goes where its first token comes
                soonest, given those before it. A request that is better off waiting for a busy engine waits, and counts
                as in front of that engine; when too many do, a free engine takes the next of them
@@ -28,16 +28,15 @@ from gateway.queues.router import E, EngineSlots, LoadSnapshot
 from gateway.queues.sessions import PrefixAffinity, Session, Sessions
 
 PLAN_DEPTH: Final = 128
-"""Requests that are looked at for the slots that are free at one moment, besides those that are bound to one engine:
-they wait for it alone, and however many they are, others may go elsewhere."""
+"""Requests that are looked at for the slots that are free at one moment, besides those that are bound to one engine."""
 
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest(Waiting):
     """A request that waits."""
 
-    known_tokens: int = 0  # of its prompt, that were computed for it or another one not long before it arrived
-    session: Session | None = None  # of which it is the next turn
+    known_tokens: int = 0  # of its prompt, that were computed not long before it arrived
+    session: Session | None = None  # the one that it continues
 
 
 class EngineQueue(Generic[E]):
@@ -74,13 +73,6 @@ class EngineQueue(Generic[E]):
         priority = 0 if self.name == "batch" else waiter.ask.priority
         waiter.order = (priority, self._order_s(waiter), self._numbers)
         self._waiting.arrived(waiter)
-        if (
-            not self._waiting
-            and not self.overload.holds
-            and (slots := self._free_slots_now(waiter, snapshot)) is not None
-        ):
-            self._waiting.took(waiter)
-            return [(waiter, slots)]
         self._waiting.enter(waiter)
         if waiter.session is not None:
             waiter.session.waiting += 1
@@ -172,16 +164,6 @@ class EngineQueue(Generic[E]):
             return False
         passes = self.name == "online" and snapshot.passes_backlog(slots.incarnation, waiter.ask)
         return waiter.ask.only is not None or passes
-
-    def _free_slots_now(self, waiter: WaitingRequest, snapshot: LoadSnapshot[E]) -> EngineSlots[E] | None:
-        """What `_assign` would come to if no other request waited."""
-        if (engine := snapshot.choose(waiter.ask)) is None:
-            return None
-        slots = self.engine_slots[engine.hello.incarnation]
-        if not self._is_open(slots, snapshot) and not self._may_pass(waiter, slots, snapshot):
-            return None
-        self._take(waiter, slots, snapshot)
-        return slots
 
     def _take(self, waiter: WaitingRequest, slots: EngineSlots[E], snapshot: LoadSnapshot[E]) -> None:
         ask, cached = waiter.ask, waiter.ask.cached_tokens.get(slots.incarnation, 0)
