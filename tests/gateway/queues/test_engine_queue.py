@@ -77,13 +77,6 @@ def test_waiting_makes_up_for_a_long_prefill() -> None:
     assert rig.drain() == [later[0], long, later[1]]
 
 
-def test_equal_requests_are_served_as_they_came() -> None:
-    rig = Rig()
-    rig.block()
-    waiting = [rig.enter(100)[0] for _ in range(5)]
-    assert rig.drain() == waiting
-
-
 def test_a_free_engine_takes_over_when_the_line_for_the_holder_grows() -> None:
     rig = Rig(engines=2)
     rig.lane.engine_slots["e0"].taken = 1
@@ -145,13 +138,6 @@ def test_a_flex_request_is_behind_those_of_its_time_and_a_priority_request_befor
     assert rig.drain() == [waiting[number] for number in (2, 5, 1, 4, 0, 3)]
 
 
-def test_a_priority_request_goes_before_shorter_ones() -> None:
-    rig = Rig()
-    rig.block()
-    short, long = rig.enter(100)[0], rig.enter(5000, tier="priority")[0]
-    assert rig.drain() == [long, short]
-
-
 def test_the_lowest_priority_of_a_tenant_goes_first_whatever_else_there_is() -> None:
     rig = Rig()
     rig.block()
@@ -201,14 +187,6 @@ def test_tiers_hold_between_tenants_as_well() -> None:
     assert rig.drain() == [priority, *default, *flex]
 
 
-def test_waiting_makes_up_for_flex_within_a_tenant() -> None:
-    rig = Rig(aging=0.05)
-    rig.block()
-    flex, _ = rig.enter(100, tier="flex")
-    later = [rig.enter(100, at_s=at_s)[0] for at_s in (19.0, 21.0)]  # a second is made up for after 20
-    assert rig.drain() == [later[0], flex, later[1]]
-
-
 def test_a_tenants_flex_requests_have_their_turn_however_many_others_send() -> None:
     rig = Rig()
     rig.block()
@@ -229,32 +207,6 @@ def test_twice_the_weight_has_twice_the_time() -> None:
         rig.enter(100, tenant, weight=weight)
     first = [waiter.ask.tenant for waiter in rig.drain()[:30]]
     assert 19 <= first.count("heavy") <= 21
-
-
-ASKS = st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 2)), min_size=2, max_size=60)
-
-
-@settings(max_examples=200, deadline=None)
-@given(ASKS)
-def test_tenants_who_all_wait_are_never_further_apart_than_one_request_each(asks: list[tuple[int, int]]) -> None:
-    """As long as both of two tenants have requests waiting, the seconds that they were given differ by no more than the
-    largest request of each (start-time fair queueing)."""
-    rig = Rig()
-    rig.block()
-    waiting = dict.fromkeys("012", 0)
-    largest = dict.fromkeys("012", 0.0)
-    for tokens, tenant in asks:
-        waiter, _ = rig.enter(tokens, str(tenant))
-        waiting[str(tenant)] += 1
-        largest[str(tenant)] = max(largest[str(tenant)], waiter.cost_s)
-    used = dict.fromkeys("012", 0.0)
-    for waiter in rig.drain():
-        used[waiter.ask.tenant] += waiter.cost_s
-        waiting[waiter.ask.tenant] -= 1
-        both = [tenant for tenant in "012" if waiting[tenant]]
-        for one in both:
-            for other in both:
-                assert used[one] - used[other] <= largest[one] + largest[other] + 1e-9
 
 
 COMES_OR_ENDS = st.one_of(st.none(), st.tuples(st.sampled_from("abc"), st.integers(0, 4000), st.integers(1, 8)))

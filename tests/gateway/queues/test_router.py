@@ -52,10 +52,6 @@ def test_the_holder_of_the_longest_prefix_wins_among_idle_engines() -> None:
     assert chosen(engines(a={}, b={}, c={}), 1000, a=100, b=800, c=500) == "b"
 
 
-def test_an_idle_engine_wins_when_nobody_holds_anything() -> None:
-    assert chosen(engines(a={"prefill_backlog": 5000}, b={}), 1000) == "b"
-
-
 def test_a_prefix_is_worth_the_weight_times_its_prefill_and_no_more() -> None:
     # b would prefill 1,000 tokens: 4 x 1 s. a has them, and 3.9 or 4.1 s of others' prefills in front.
     assert chosen(engines(a={"prefill_backlog": 3900}, b={}), 1000, a=1000) == "a"
@@ -189,10 +185,6 @@ def test_the_cost_is_that_at_the_engine_that_holds_most() -> None:
 def test_of_equals_the_one_with_fewer_sequences_wins_and_then_the_first_by_name() -> None:
     assert chosen(engines(a={"running": 2}, b={"running": 1}), 100) == "b"
     assert chosen(engines(c={}, b={}, a={}), 100) == "a"
-
-
-def test_one_engine_is_chosen_whatever_its_load() -> None:
-    assert chosen(engines(a={"waiting": 10_000}), 100) == "a"
 
 
 loads = st.builds(

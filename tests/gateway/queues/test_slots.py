@@ -262,18 +262,6 @@ def warm_at(name: str, tokens: int = 100) -> dict[str, Any]:
     return {"cached_tokens": {name: tokens}}
 
 
-def test_a_free_engine_takes_what_another_would_take_too_long_for() -> None:
-    async def work() -> None:
-        guests = Guests(queue_of(), engines("a", "b"))
-        guests.come("first", **warm_at("a"))
-        guests.come("next", **warm_at("a", 90))  # ten tokens elsewhere are less than waiting for a whole answer
-        await turn()
-        assert guests.where == {"first": "a", "next": "b"}
-        await guests.go("first", "next")
-
-    run(work)
-
-
 def test_who_is_better_off_waiting_for_its_engine_waits_and_gets_it() -> None:
     async def work() -> None:
         busy = Load(running=1, prefill_tokens_per_s=1000.0, decode_tokens_per_s=1000.0)
@@ -288,22 +276,6 @@ def test_who_is_better_off_waiting_for_its_engine_waits_and_gets_it() -> None:
         await guests.go("first")
         assert guests.where["next"] == "a"
         await guests.go("new", "next")
-
-    run(work)
-
-
-def test_a_short_prefill_overtakes_a_long_one() -> None:
-    async def work() -> None:
-        guests = Guests(queue_of())
-        guests.come("first")
-        guests.come("long", prompt_tokens=5000)
-        guests.come("short", prompt_tokens=50)
-        guests.come("cached", prompt_tokens=5000, **warm_at("demo-1", 4990))
-        await turn()
-        for name in list(guests.tasks):
-            guests.leave[name].set()
-        await asyncio.gather(*guests.tasks.values())
-        assert guests.served == ["first", "cached", "short", "long"]
 
     run(work)
 
@@ -327,18 +299,6 @@ def test_an_engine_with_much_to_prefill_is_given_more_when_it_says_that_it_has_l
         await turn()
         assert guests.served == ["first", "second"]
         await guests.go("first", "second")
-
-    run(work)
-
-
-def test_an_engine_that_others_keep_busy_is_still_given_one_request() -> None:
-    async def work() -> None:
-        busy = Load(running=1, prefill_backlog=10**6, prefill_tokens_per_s=1000.0)
-        guests = Guests(queue_of(places=4), engines("a", a=busy))
-        guests.come("first")
-        await turn()
-        assert guests.served == ["first"]
-        await guests.go("first")
 
     run(work)
 
@@ -406,19 +366,6 @@ def test_an_engine_that_failed_a_request_gets_it_only_where_there_is_no_other() 
         await turn()
         assert guests.where == {"one": "b", "two": "a"}
         await guests.go("one", "two")
-
-    run(work)
-
-
-def test_an_engine_that_drains_gets_nothing_new() -> None:
-    async def work() -> None:
-        guests = Guests(queue_of(), engines("a", "b", a=Load(draining=True)))
-        guests.come("one", **warm_at("a"))
-        guests.come("two", **warm_at("a"))
-        await turn()
-        assert guests.where == {"one": "b"}
-        await guests.go("one", "two")
-        assert guests.where["two"] == "b"
 
     run(work)
 
