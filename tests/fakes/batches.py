@@ -18,7 +18,7 @@ from gateway.config import BatchSettings, FileSettings
 from gateway.errors import OverloadedError
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
-from gateway.queues.batch.base import Checked, Job, JobError, Line, LinePlan, LineResult, Order, Unrun
+from gateway.queues.batch.base import Checked, Job, JobError, Line, LinePlan, LineResult, Unrun
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.jobs import Jobs, MemoryJobs
 from gateway.queues.batch.lines import Lines, MemoryLines
@@ -199,10 +199,10 @@ class Lane:
             await upload.write(data)
             return await upload.finish("in.jsonl", "application/jsonl", None)
 
-    async def create(self, rows: list[dict[str, Any]] | bytes, tenant: str = "a", **order: Any) -> Job:
+    async def create(self, rows: list[dict[str, Any]] | bytes, tenant: str = "a", **fields: Any) -> Job:
         stored = await self.upload(rows, tenant)
-        whole: dict[str, Any] = {"dialect": "openai", "endpoint": "/v1/x", "in_files": True} | order
-        return await self.store.create(Order(tenant, **whole), stored.id)
+        whole: dict[str, Any] = {"dialect": "openai", "endpoint": "/v1/x", "in_files": True} | fields
+        return await self.store.create(Job("", tenant, **whole), stored.id)
 
     async def found(self, job: Job) -> Job:
         found = await self.store.find(job.tenant, job.dialect, job.id)

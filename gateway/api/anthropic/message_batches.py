@@ -27,7 +27,7 @@ from gateway.api.tenants import Namespaces
 from gateway.api.uploads import send_chunks
 from gateway.config import BatchSettings, ServerSettings
 from gateway.errors import BadRequestError, KvasirError, NotFoundError
-from gateway.queues.batch.base import Checked, Job, Line, Order, Unrun
+from gateway.queues.batch.base import Checked, Counts, Job, Line, Unrun
 from gateway.queues.batch.store import BatchStore
 from gateway.tasks import off_loop
 
@@ -101,15 +101,16 @@ class MessageBatches:
                     work = sum(map(work_of_json, requests))
                     await rows.write(await off_loop(work, partial(splitter.rows, requests)))
             splitter.close()
-            order = Order(
+            draft = Job(
+                id="",
                 tenant=tenant.name,
                 dialect=ANTHROPIC.name,
                 endpoint=ENDPOINT,
                 namespace=http[RECORD].namespace or None,
                 metadata={"version": version, "betas": _betas(http)},
-                num_lines=splitter.num_requests,
+                counts=Counts(splitter.num_requests),
             )
-            return reply_json(job_json(await self._batches.create(order, rows)))
+            return reply_json(job_json(await self._batches.create(draft, rows)))
 
     async def list_batches(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/messages/batches"""

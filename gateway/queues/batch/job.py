@@ -1,4 +1,4 @@
-"""How a job goes from state to state. Pure: a job and a time in, the next job out. The worker keeps what comes back.
+"""How a job goes from state to state. Pure: a job and a time in, the next job out.
 
     validating ──> failed
         │
@@ -17,38 +17,31 @@ from dataclasses import replace
 from typing import Literal
 
 from gateway.errors import BadRequestError
-from gateway.queues.batch.base import Counts, Job, JobError, Order, State
+from gateway.queues.batch.base import Counts, Job, JobError, State
 from gateway.queues.batch.lines import Progress
 
 Step = Literal["validate", "plan", "queue", "drop", "finalize", "clean", "wait"]
 
 
 def new_id(now_s: float) -> str:
-    """Of a job or a file; later than those that were made before."""
+    """Of a job or a file; later than those of jobs and files that were created before."""
     return f"{round(now_s * 1e6):016x}{secrets.token_hex(8)}"
 
 
-def new_job(order: Order, *, now_s: float, window_s: float, input_file_id: str | None) -> Job:
-    """Its id is later than those of jobs made before."""
-    return Job(
+def created(draft: Job, now_s: float, window_s: float, input_file_id: str | None) -> Job:
+    """The job of a draft."""
+    return replace(
+        draft,
         id=new_id(now_s),
-        tenant=order.tenant,
-        dialect=order.dialect,
-        endpoint=order.endpoint,
         created_s=now_s,
-        expires_s=now_s + (window_s if order.window_s is None else order.window_s),
-        namespace=order.namespace,
-        metadata=order.metadata,
-        in_files=order.in_files,
-        output_ttl_s=order.output_ttl_s,
+        expires_s=draft.expires_s or now_s + window_s,
         input_file_id=input_file_id,
         reached={"validating": now_s},
-        counts=Counts(order.num_lines or 0),
     )
 
 
 def next_step(job: Job, progress: Progress, now_s: float) -> Step:
-    """What is to be done for a job, whoever did what before."""
+    """What to do for a job next."""
     if job.has_ended:
         return "clean"
     if not job.validated:
@@ -70,19 +63,19 @@ def why_dropped(job: Job, now_s: float) -> Literal["cancelled", "expired"] | Non
 
 
 def validated(job: Job, num_lines: int, model: str | None, now_s: float) -> Job:
-    """Its lines are known from now on."""
+    """Its lines are known."""
     changed = replace(job, validated=True, counts=Counts(num_lines), model=model)
     return changed if job.state == "cancelling" else _to(changed, "in_progress", now_s)
 
 
 def failed(job: Job, errors: Sequence[JobError], now_s: float) -> Job:
-    """Nothing of it will run. Who cancelled it meanwhile gets what was asked for."""
+    """None of its lines will run. A job that was cancelled meanwhile is cancelled."""
     state: State = "cancelled" if job.state == "cancelling" else "failed"
     return _to(replace(job, errors=tuple(errors)), state, now_s)
 
 
 def held_up(job: Job, error: JobError | None) -> Job:
-    """It says why it cannot go on, or end, yet; None: it can."""
+    """It has the error that keeps it from going on; None: it goes on."""
     return replace(job, errors=() if error is None else (error,))
 
 
@@ -94,7 +87,7 @@ def cancelled(job: Job, now_s: float) -> Job:
 
 
 def finalizing(job: Job, file_ids: tuple[str, str], now_s: float) -> Job:
-    """Every line has its result; the files will have these ids."""
+    """Every line is done; the files will have these ids."""
     changed = replace(job, file_ids=file_ids)
     return changed if job.state == "cancelling" else _to(changed, "finalizing", now_s)
 

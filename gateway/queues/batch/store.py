@@ -1,5 +1,5 @@
-"""Jobs of tenants, as dialects see them: records, lines and folders made into one. Whatever is to be done for a job is
-the worker's; a change here is reported to it with `changed`.
+"""Jobs of tenants, as dialects see them: records, lines and folders together. The worker does what is to be done for a
+job; `changed` wakes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gateway.config import BatchSettings
 from gateway.disk import Part
 from gateway.errors import BadRequestError, NotFoundError, OverloadedError, QuotaError
 from gateway.queues.batch import job as states
-from gateway.queues.batch.base import Job, Order
+from gateway.queues.batch.base import Job
 from gateway.queues.batch.folder import JobFolder
 from gateway.queues.batch.jobs import Jobs
 from gateway.queues.batch.lines import Lines
@@ -23,7 +23,7 @@ from gateway.types import StoredFile
 
 CHUNK_BYTES: Final = 1 << 20
 MAX_TRIES: Final = 16
-"""To change a job that others change, too."""
+"""To change a job that is changed at the same time."""
 
 FILE_PURPOSE: Final = "batch_output"
 
@@ -32,7 +32,7 @@ class Files(Protocol):
     """What batches need of the tenants' files."""
 
     async def link(self, tenant: str, file_id: str, path: Path) -> bool:
-        """Puts its bytes at `path`, too. Whether it was there."""
+        """Puts its bytes at `path`, too. False if there is no such file."""
 
     async def add(
         self,
@@ -41,14 +41,14 @@ class Files(Protocol):
         filename: str,
         purpose: str,
         ttl_s: float | None,
-        pieces: AsyncIterator[bytes],
+        chunks: AsyncIterator[bytes],
     ) -> StoredFile:
-        """A file with this id, unless it is there already."""
+        """Stores a file with this id, unless there is one."""
 
 
 @dataclass(frozen=True)
 class Stores:
-    """What jobs are made of, for all that work on them. `now` is seconds since 1970, on which gateways agree."""
+    """Where jobs are stored. `now` is seconds since 1970, on which gateways agree."""
 
     jobs: Jobs
     lines: Lines
@@ -58,21 +58,21 @@ class Stores:
     now: Callable[[], float]
 
     async def forget(self, job: Job) -> None:
-        """Nothing is left of it. The record goes last: what was cut off is done again."""
+        """Removes it. The record goes last: what was cut off is done again."""
         await asyncio.to_thread(self.folder.remove, job.tenant, job.id)
         await self.lines.forget(job.id)
         await self.jobs.forget(job)
 
 
 class Input:
-    """The rows of a job that is being sent."""
+    """The rows of a job, while they arrive."""
 
     def __init__(self, rows: Part) -> None:
         self.rows = rows
         self._buffer = bytearray()
 
     async def write(self, data: bytes) -> None:
-        """The next bytes, cut anywhere. Raises StorageFullError, StorageError, and BodyTooLargeError past a limit."""
+        """Bytes cut anywhere. Raises StorageFullError, StorageError, and BodyTooLargeError past the limit."""
         self._buffer += data
         if len(self._buffer) >= CHUNK_BYTES:
             await self.flush()
@@ -83,7 +83,7 @@ class Input:
 
 
 class BatchStore:
-    """Jobs of tenants. Everything raises OverloadedError while Redis is away."""
+    """Jobs of tenants. Everything raises OverloadedError while Redis is unreachable."""
 
     def __init__(self, stores: Stores) -> None:
         self.changed = asyncio.Event()
@@ -91,8 +91,8 @@ class BatchStore:
 
     @asynccontextmanager
     async def input(self, tenant: str) -> AsyncIterator[Input]:
-        """Where rows are written that do not come from a file. What no job was created with, leaves nothing behind.
-        Raises QuotaError when the tenant's jobs have as many bytes as they may."""
+        """Where rows are written that do not come from a file; removed if no job was created with them. Raises
+        QuotaError when the tenant's jobs have as many bytes as they may."""
         await self._check_bytes(tenant)
         most = self._stores.settings.max_request_bytes
         rows = await asyncio.to_thread(self._stores.folder.begin, tenant, most)
@@ -101,15 +101,15 @@ class BatchStore:
         finally:
             await asyncio.shield(asyncio.to_thread(rows.discard))
 
-    async def create(self, order: Order, source: Input | str) -> Job:
-        """It is durable when this returns. `source` are its rows, or the id of the tenant's file that has them, which
-        may be deleted from then on. Raises NotFoundError for a file that is not there, QuotaError, StorageFullError and
-        StorageError. The folder comes first: one without a record is swept away."""
+    async def create(self, draft: Job, source: Input | str) -> Job:
+        """Durable when this returns. `source` are its rows, or the id of the tenant's file that has them, which may be
+        deleted from then on. Raises NotFoundError without such a file, QuotaError, StorageFullError and StorageError.
+        The folder is created first: a sweep removes one without a record."""
         stores, file_id = self._stores, source if isinstance(source, str) else None
-        job = states.new_job(order, now_s=stores.now(), window_s=stores.settings.window_s, input_file_id=file_id)
+        job = states.created(draft, stores.now(), stores.settings.window_s, file_id)
         try:
             if isinstance(source, str):
-                await self._check_bytes(order.tenant)
+                await self._check_bytes(job.tenant)
                 path = await asyncio.to_thread(stores.folder.make, job)
                 if not await stores.files.link(job.tenant, source, path):
                     raise NotFoundError(f"No file is called '{source[:64]}'.", param="input_file_id")
@@ -118,7 +118,7 @@ class BatchStore:
                 await asyncio.to_thread(stores.folder.put_input, job, source.rows)
             await stores.jobs.put(job)
         except OverloadedError:
-            raise  # it may be there all the same
+            raise  # it may be stored all the same
         except BaseException:
             await asyncio.shield(asyncio.to_thread(stores.folder.remove, job.tenant, job.id))
             raise
@@ -133,15 +133,15 @@ class BatchStore:
     async def page(
         self, tenant: str, dialect: str, *, limit: int, after: str | None = None, before: str | None = None
     ) -> tuple[list[Job], bool]:
-        """Newest first, and whether there are more: after a job, which need not be there any more, or the `limit` right
-        before one."""
+        """Newest first, and whether there are more: after a job, which may be forgotten, or the `limit` right before
+        one."""
         found = await self._stores.jobs.page(tenant, dialect, limit=limit + 1, after=after, before=before)
         has_more = len(found) > limit
         shown = found[:limit] if before is None else found[-limit:]
         return [await self._with_counts(job) for job in shown], has_more
 
     async def cancel(self, tenant: str, dialect: str, job_id: str) -> Job | None:
-        """The job as it is now; None when there is none. What runs, ends. Raises BadRequestError when it has ended."""
+        """The job as it is now; None without one. Running lines go on. Raises BadRequestError when it has ended."""
         for _ in range(MAX_TRIES):
             if (job := await self._own(tenant, dialect, job_id)) is None:
                 return None
@@ -153,7 +153,7 @@ class BatchStore:
         raise OverloadedError("The batch is being changed by others.", retry_after_s=1.0)
 
     async def delete(self, tenant: str, dialect: str, job_id: str) -> bool:
-        """Whether it was there. Files that it became stay. Raises BadRequestError when it has not ended."""
+        """Whether it existed. Its files stay. Raises BadRequestError when it has not ended."""
         if (job := await self._own(tenant, dialect, job_id)) is None:
             return False
         if not job.has_ended:
@@ -183,7 +183,7 @@ class BatchStore:
         return None if job is None or (job.tenant, job.dialect) != (tenant, dialect) else job
 
     async def _check_bytes(self, tenant: str) -> None:
-        """Raises QuotaError when its jobs have as many as they may. Those that are being sent do not count yet."""
+        """Raises QuotaError when its jobs have as many as they may. Arriving rows do not count yet."""
         most = self._stores.settings.max_bytes
         if await asyncio.to_thread(self._stores.folder.num_bytes, tenant) >= most:
             raise QuotaError(
@@ -192,7 +192,7 @@ class BatchStore:
             )
 
     async def _with_counts(self, job: Job) -> Job:
-        """A job that has not ended, as far as its lines are."""
+        """A job that has not ended gets the counts of its lines."""
         if job.has_ended or not job.validated:
             return job
         progress = await self._stores.lines.progress(job.id)

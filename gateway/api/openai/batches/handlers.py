@@ -36,7 +36,7 @@ from gateway.api.replies import reply_json
 from gateway.api.tenants import Namespaces
 from gateway.api.uploads import FileStore, find_file
 from gateway.errors import NotFoundError
-from gateway.queues.batch.base import Job, Order, State
+from gateway.queues.batch.base import Job, State
 from gateway.queues.batch.store import BatchStore
 
 PREFIX: Final = "batch_"
@@ -142,7 +142,8 @@ class OpenAIBatches:
             raise invalid(
                 "input_file_id", f"the file has the purpose '{stored.purpose}', and has to have '{FILE_PURPOSE}'"
             )
-        order = Order(
+        draft = Job(
+            id="",
             tenant=tenant.name,
             dialect=OPENAI.name,
             endpoint=values["endpoint"],
@@ -151,7 +152,7 @@ class OpenAIBatches:
             in_files=True,
             output_ttl_s=values.get("output_expires_after"),
         )
-        return reply_json(job_json(await self._batches.create(order, stored.id)))
+        return reply_json(job_json(await self._batches.create(draft, stored.id)))
 
     async def list_batches(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/batches"""

@@ -6,16 +6,16 @@ import pytest
 
 from gateway.errors import BadRequestError
 from gateway.queues.batch import job as jobs
-from gateway.queues.batch.base import Counts, Job, JobError, Order
+from gateway.queues.batch.base import Counts, Job, JobError
 from gateway.queues.batch.job import next_step
 from gateway.queues.batch.lines import Progress
 
 NONE = Progress()
-ORDER = Order("a", "openai", "/v1/chat/completions", metadata={"x": "y"}, in_files=True)
+DRAFT = Job("", "a", "openai", "/v1/chat/completions", metadata={"x": "y"}, in_files=True)
 
 
 def new(**changed: object) -> Job:
-    return replace(jobs.new_job(ORDER, now_s=100.0, window_s=50.0, input_file_id="f"), **changed)  # type: ignore[arg-type]
+    return replace(jobs.created(DRAFT, 100.0, 50.0, "f"), **changed)  # type: ignore[arg-type]
 
 
 def running() -> Job:
@@ -23,7 +23,7 @@ def running() -> Job:
 
 
 def test_ids_are_in_the_order_in_which_jobs_were_made() -> None:
-    ids = [jobs.new_job(ORDER, now_s=now_s, window_s=1, input_file_id=None).id for now_s in (1.0, 99.5, 1_790_000_000)]
+    ids = [jobs.created(DRAFT, now_s, 1, None).id for now_s in (1.0, 99.5, 1_790_000_000)]
     assert ids == sorted(ids)
     assert {len(one) for one in ids} == {32}
 

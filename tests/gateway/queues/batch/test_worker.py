@@ -11,10 +11,10 @@ import pytest
 
 from gateway.errors import BadRequestError, NotFoundError, QuotaError
 from gateway.queues.batch import steps
-from gateway.queues.batch.base import Counts, Job, JobError, LinePlan, Order
+from gateway.queues.batch.base import Counts, Job, JobError, LinePlan
 from gateway.queues.batch.steps import PATIENCE_S
 from gateway.queues.batch.worker import STEPS_AT_ONCE
-from tests.fakes.batches import QUICK, FakeRunner, Lane, Life, rows, until_holding
+from tests.fakes.batches import QUICK, START_S, FakeRunner, Lane, Life, rows, until_holding
 from tests.fakes.waiting import until
 
 
@@ -44,11 +44,11 @@ async def test_a_job_goes_through_all_its_states_and_leaves_nothing_but_its_file
 
 
 async def test_a_job_whose_rows_were_sent_has_results_to_read_instead_of_files(lane: Lane) -> None:
-    order = Order("a", "anthropic", "/v1/messages", num_lines=3)
+    draft = Job("", "a", "anthropic", "/v1/messages", counts=Counts(3))
     async with lane.store.input("a") as sent:
         for piece in (b'{"id":', b'"1"}\n{"id":"2","fail":true}', b'\n{"id":"3"}\n'):
             await sent.write(piece)
-        job = await lane.store.create(order, sent)
+        job = await lane.store.create(draft, sent)
     assert job.counts.total == 3
     async with lane.store.results("a", "anthropic", job.id) as none:
         assert none is None
@@ -97,7 +97,7 @@ async def test_rows_that_became_no_job_are_gone(lane: Lane) -> None:
         assert len(lane.on_disk()) == 1
     assert lane.on_disk() == []
     with pytest.raises(NotFoundError):
-        await lane.store.create(Order("a", "openai", "/v1/x"), "0" * 32)
+        await lane.store.create(Job("", "a", "openai", "/v1/x"), "0" * 32)
     assert lane.folder.jobs() == []
 
 
@@ -200,7 +200,7 @@ async def test_cancelling_ends_what_waits_at_once_and_lets_what_runs_end(lane: L
 async def test_a_job_that_is_cancelled_before_it_began_has_results_for_all_its_lines(lane: Lane) -> None:
     async with lane.store.input("a") as sent:
         await sent.write(b'{"id":"1"}\n{"id":"2"}\n')
-        job = await lane.store.create(Order("a", "anthropic", "/v1/messages"), sent)
+        job = await lane.store.create(Job("", "a", "anthropic", "/v1/messages"), sent)
     await lane.store.cancel("a", "anthropic", job.id)
     runner = FakeRunner()
     async with lane.gateway(runner):
@@ -211,7 +211,7 @@ async def test_a_job_that_is_cancelled_before_it_began_has_results_for_all_its_l
 
 async def test_when_its_time_is_over_what_has_not_begun_expires_and_what_is_done_is_kept(lane: Lane) -> None:
     runner = FakeRunner()
-    job = await lane.create([*rows(3), *({"id": f"h{n}", "hold": True} for n in range(6))], window_s=100.0)
+    job = await lane.create([*rows(3), *({"id": f"h{n}", "hold": True} for n in range(6))], expires_s=START_S + 100.0)
     async with lane.gateway(runner):
         await until(lambda: len(runner.holding) == 4)
         lane.now_s += 50.0
@@ -226,7 +226,7 @@ async def test_when_its_time_is_over_what_has_not_begun_expires_and_what_is_done
 
 
 async def test_a_job_of_which_nothing_ran_has_no_files(lane: Lane) -> None:
-    job = await lane.create(rows(3), window_s=10.0)
+    job = await lane.create(rows(3), expires_s=START_S + 10.0)
     lane.now_s += 10.0
     async with lane.gateway(FakeRunner()):
         job = await lane.ended(job)
@@ -323,10 +323,10 @@ async def test_a_tenant_with_too_many_jobs_gets_none_and_nothing_is_left_of_it(t
 
 async def test_a_tenant_whose_jobs_have_all_the_bytes_they_may_gets_no_more_until_some_are_gone(tmp_path: Path) -> None:
     lane = Lane(tmp_path, QUICK.model_copy(update={"max_bytes": 50}))
-    order = Order("a", "anthropic", "/v1/messages", num_lines=2)
+    draft = Job("", "a", "anthropic", "/v1/messages", counts=Counts(2))
     async with lane.store.input("a") as sent:
         await sent.write(b'{"id":"1"}\n{"id":"2","text":"' + b"x" * 50 + b'"}\n')
-        job = await lane.store.create(order, sent)
+        job = await lane.store.create(draft, sent)
     with pytest.raises(QuotaError, match="max_bytes"):
         async with lane.store.input("a"):
             pass
