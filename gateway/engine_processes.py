@@ -8,10 +8,8 @@ line), and ends by itself when this process is gone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -83,7 +81,6 @@ class EngineProcesses:
         self._worked = worked
         self._on_fatal = on_fatal
         self._command = command
-        self._stopping = asyncio.Event()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         folder = self._socket_folder(folder)
         self.engines = [
@@ -105,27 +102,23 @@ class EngineProcesses:
 
     async def __aexit__(self, *exc: object) -> None:
         """Asks every engine to drain, and waits as long as the engine's own limit allows."""
-        self._stopping.set()
-        await asyncio.gather(*(self._stop(engine) for engine in self.engines))
-        # The watchers end by themselves. One of them may have been starting its engine, which is there now.
-        if watchers := [engine.watcher for engine in self.engines if engine.watcher is not None]:
-            await asyncio.wait(watchers)
-        await asyncio.gather(*(self._stop(engine) for engine in self.engines))
+        watchers = [engine.watcher for engine in self.engines if engine.watcher is not None]
+        await asyncio.gather(*map(tasks.cancel, watchers))
         if self._temporary is not None:
             self._temporary.cleanup()
 
     async def _watch(self, engine: EngineProcess) -> None:
         """Keeps one engine running, however often it ends once it worked: what it needs may come back, and others
-        serve meanwhile. Waits longer from try to try while it fails soon."""
+        serve meanwhile. Waits longer from try to try while it fails soon. Its engine ends with it."""
         wait_s = _FIRST_RESTART_S
-        while not self._stopping.is_set():
+        while True:
             started_s = time.monotonic()
             engine.process = await self._start(engine)
-            if self._stopping.is_set():
-                return
-            status = await engine.process.wait()
-            if self._stopping.is_set():
-                return
+            try:
+                status = await engine.process.wait()
+            finally:
+                if not await tasks.end(engine.process, engine.settings.drain_s + 5.0):
+                    log.warning("%s did not end in time and was killed", engine.name)
             if not self._worked(engine.url) and (why := _hopeless(status, engine.restarts + 1)):
                 self._on_fatal(EngineStartError(f"{engine.name} {why}"))
                 return
@@ -133,9 +126,7 @@ class EngineProcesses:
             wait_s = _FIRST_RESTART_S if steady else min(wait_s * 2, _LAST_RESTART_S)
             log.warning("%s ended with status %s; starting it again in %.1f s", engine.name, status, wait_s)
             engine.restarts += 1
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._stopping.wait()
+            await asyncio.sleep(wait_s)
 
     async def _start(self, engine: EngineProcess) -> asyncio.subprocess.Process:
         environ = {name: value for name, value in self._environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
@@ -144,20 +135,6 @@ class EngineProcesses:
             environ[variable_name("redis.url")] = self._redis_url
         # Standard input is a pipe that closes when this process ends, however it ends.
         return await asyncio.create_subprocess_exec(*self._command, env=environ, stdin=asyncio.subprocess.PIPE)
-
-    async def _stop(self, engine: EngineProcess) -> None:
-        process = engine.process
-        if process is None or process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(process.wait(), engine.settings.drain_s + 5.0)
-        except TimeoutError:
-            log.warning("%s did not end in time and is killed", engine.name)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
 
     def _socket_folder(self, folder: Path) -> Path:
         folder = folder.absolute()

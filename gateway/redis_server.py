@@ -21,6 +21,7 @@ import shutil
 import stat
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import IO, Final
 from urllib.parse import quote
@@ -75,7 +76,8 @@ class RedisServer:
         self._settings = settings
         self._socket = socket_path(self._folder)
         self._binary = Path()
-        self._lock: IO[bytes] | None = None
+        self._open = AsyncExitStack()  # the lock and the process
+        self._lock: IO[bytes]
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.restarts = 0
@@ -92,16 +94,15 @@ class RedisServer:
     async def __aenter__(self) -> RedisServer:
         """Raises RedisStartError when there is no binary, the folder is in use, or Redis does not come up."""
         try:
-            self._binary = find_binary()
-            self._lock = self._prepare()
-            await self._end_orphan()
-            await self._start()
-        except BaseException as error:
-            await self._kill()
-            self._unlock()
-            if isinstance(error, OSError):
-                raise RedisStartError(f"{self._folder}: {error}") from error
-            raise
+            async with AsyncExitStack() as stack:
+                self._binary = find_binary()
+                self._prepare(stack)
+                stack.push_async_callback(self._end)
+                await self._end_orphan()
+                await self._start()
+                self._open = stack.pop_all()
+        except OSError as error:
+            raise RedisStartError(f"{self._folder}: {error}") from error
         self._watcher = tasks.spawn(self._watch(), name="watch redis")
         log.info("Redis runs: %s in %s", self._binary, self._folder)
         return self
@@ -109,12 +110,11 @@ class RedisServer:
     async def __aexit__(self, *exc: object) -> None:
         """Ends Redis; what was written is on disk afterwards."""
         await tasks.cancel(self._watcher)
-        await self._kill()
-        self._unlock()
+        await self._open.aclose()
 
     # -- the folder ---------------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> IO[bytes]:
+    def _prepare(self, stack: AsyncExitStack) -> None:
         """Makes the folders and takes the lock, which is held for as long as this process uses them."""
         config = _CONFIG.format(
             socket=_quoted(self._socket),
@@ -123,22 +123,12 @@ class RedisServer:
         )
         for folder in {self._folder, self._socket.parent}:
             _private(folder)
-        lock = (self._folder / "lock").open("wb")
+        self._lock = stack.enter_context((self._folder / "lock").open("wb"))
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (self._folder / "redis.conf").write_text(config, encoding="utf-8")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
             raise RedisStartError(f"{self._folder} is in use by another Kvasir") from None
-        except BaseException:
-            lock.close()
-            raise
-        return lock
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        (self._folder / "redis.conf").write_text(config, encoding="utf-8")
 
     async def _end_orphan(self) -> None:
         """Ends a Redis that outlived the process which had started it. We hold the lock: it is nobody's now."""
@@ -188,22 +178,11 @@ class RedisServer:
                 await self._start()
             except (RedisStartError, OSError) as error:
                 log.warning("Redis cannot be started: %s", error)
-                await self._kill(keep=True)
+                await self._end()
 
-    async def _kill(self, *, keep: bool = False) -> None:
-        """Ends the process: asked first, then made to. `keep` leaves it to be waited for by the watcher."""
-        process = self._process
-        if process is None:
-            return
-        if process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        if not keep:
-            self._process = None
+    async def _end(self) -> None:
+        if self._process is not None:
+            await tasks.end(self._process, STOP_TIMEOUT_S)
 
     async def _answers(self) -> bool:
         async with self._client() as client:

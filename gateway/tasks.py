@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -95,6 +95,22 @@ async def cancel(task: asyncio.Task[Any] | None) -> None:
         return
     task.cancel()
     await asyncio.wait([task])
+
+
+async def end(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
+    """Asks a process to end (SIGTERM), and kills it when it does not in time: False then."""
+    if process.returncode is not None:
+        return True
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), timeout_s)
+        return True
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        return False
 
 
 def was_cancelled() -> bool:

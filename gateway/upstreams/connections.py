@@ -187,13 +187,10 @@ class Connections:
                 if response.status != 200:
                     why = f"{settings.name} answers with status {response.status}"
                     raise AttemptFailed("lost", why, again=False)
-                _fail_when_closed(response)
-                body = b""
-                while chunk := await read_some(response):
-                    body += chunk
-                    if len(body) > settings.max_metered_bytes:
-                        raise AttemptFailed("lost", "it is too long", again=False)
-                return body
+                await response.content.readexactly(settings.max_metered_bytes)
+                raise AttemptFailed("lost", "it is too long", again=False)
+        except asyncio.IncompleteReadError as whole:
+            return whole.partial
         except (aiohttp.ClientError, OSError):
             raise AttemptFailed("connect", f"{settings.name} cannot be reached", again=False) from None
 

@@ -12,7 +12,7 @@ import pytest
 from engine.config import EngineSettings
 from gateway import engine_processes
 from gateway.config import LogSettings
-from gateway.engine_processes import BAD_SETTING_EXIT, FIRST_TRIES, EngineProcess, EngineProcesses, EngineStartError
+from gateway.engine_processes import BAD_SETTING_EXIT, FIRST_TRIES, EngineProcesses, EngineStartError
 from tests.fakes.waiting import until
 
 LIMIT_S = 30.0
@@ -154,31 +154,6 @@ async def test_leaving_ends_every_engine(tmp_path: Path) -> None:
     async with Notes(tmp_path) as notes, made:
         await notes.lines(3)
     assert all(engine.process is not None and engine.process.returncode is not None for engine in made.engines)
-
-
-async def test_leaving_while_an_engine_is_being_started_ends_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[asyncio.subprocess.Process] = []
-    running, go_on = asyncio.Event(), asyncio.Event()
-    start = EngineProcesses._start
-
-    async def slow(self: EngineProcesses, engine: EngineProcess) -> asyncio.subprocess.Process:
-        started.append(await start(self, engine))
-        running.set()
-        await go_on.wait()
-        return started[0]
-
-    monkeypatch.setattr(EngineProcesses, "_start", slow)
-    made, _ = processes(tmp_path, "import sys\n" + UNTIL_EOF)
-    await made.__aenter__()
-    await asyncio.wait_for(running.wait(), LIMIT_S)
-    leaving = asyncio.create_task(made.__aexit__(None, None, None))
-    for _ in range(10):
-        await asyncio.sleep(0)
-    go_on.set()
-    await asyncio.wait_for(leaving, LIMIT_S)
-    assert [process.returncode is not None for process in started] == [True]
 
 
 async def test_leaving_does_not_wait_for_the_next_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ async def test_a_redis_left_behind_by_a_crash_is_replaced(folder: Path, caplog: 
     assert left._watcher is not None
     left._watcher.cancel()
     await asyncio.wait([left._watcher])
-    left._unlock()
+    left._lock.close()
     orphan = left._process
     async with RedisServer(folder, SETTINGS) as server:
         assert orphan is not None
