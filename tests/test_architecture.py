@@ -34,6 +34,7 @@ FOUNDATION = {
     *("gateway.storage.redis_calls", "gateway.storage.breaker"),
     *("gateway.storage.byte_store", "gateway.storage.memory_bytes", "gateway.storage.redis_bytes"),
     *("gateway.config", "gateway.digests", "gateway.gate", "gateway.logs", "gateway.native"),
+    "engine.protocol.frozen",
 }
 PROMISES = {
     "gateway.queues.batch.base",

@@ -19,10 +19,12 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from typing import Any, Final, Literal, NamedTuple
 
 import xxhash
+
+from engine.protocol.frozen import dataclass
 
 # -- identity of blocks ------------------------------------------------------------------------------------------------
 

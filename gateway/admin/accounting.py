@@ -54,7 +54,7 @@ class Accounting:
             )
             return
         computed = [trace for trace in traces if trace.hit is None and trace.first_token_ms is not None]
-        hits = tuple(_once(trace.hit, trace) for trace in traces if trace.hit is not None)
+        hits = tuple([_once(trace.hit, trace) for trace in traces if trace.hit is not None])
         if not (computed or hits or paid_tokens or record.embedded_tokens):
             return
         prompts = [trace for trace in computed if not trace.fork]
@@ -63,14 +63,14 @@ class Accounting:
                 tenant=record.tenant,
                 model=model,
                 lane=record.lane,
-                prompt_tokens=sum(trace.prompt_tokens for trace in prompts),
-                cached_tokens=sum(trace.reported_cached_tokens for trace in prompts),
+                prompt_tokens=sum([trace.prompt_tokens for trace in prompts]),
+                cached_tokens=sum([trace.reported_cached_tokens for trace in prompts]),
                 writes=_writes(prompts) if record.dialect.tells_writes else (),
-                completion_tokens=sum(trace.completion_tokens for trace in computed) + paid_tokens,
+                completion_tokens=sum([trace.completion_tokens for trace in computed]) + paid_tokens,
                 embedded_tokens=record.embedded_tokens,
                 total_ms=record.total_ms,
-                reused_tokens=sum(trace.cached_tokens for trace in prompts),
-                reused_ms=sum(self._reused_ms(model, trace) for trace in prompts),
+                reused_tokens=sum([trace.cached_tokens for trace in prompts]),
+                reused_ms=sum([self._reused_ms(model, trace) for trace in prompts if trace.cached_tokens]),
                 reused_by="upstream" if any(trace.by_upstream for trace in computed) else "prefix",
                 by_upstream=any(trace.by_upstream for trace in traces),
                 hits=hits,

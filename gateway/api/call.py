@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from engine.protocol import Hello, Sampling
+from engine.protocol.frozen import dataclass
 from gateway.api.choices import ONE_CHOICE, Choices
 from gateway.api.record import Record
 from gateway.errors import BadRequestError

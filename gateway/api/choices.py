@@ -10,9 +10,10 @@ runs the requests, the dialects write the answers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.protocol import Sampling
+from engine.protocol.frozen import dataclass
 from gateway.api.replies import Answer
 from gateway.types import Group
 

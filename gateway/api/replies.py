@@ -6,12 +6,12 @@ import random
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import orjson
 from aiohttp import web
 
+from engine.protocol.frozen import dataclass
 from gateway.api.dialect import JSON
 from gateway.types import CallDelta, FinishReason, ScoredToken, TextDelta, Usage
 

@@ -129,6 +129,11 @@ class BundledEngine:
         return self._connection is not None
 
     @property
+    def draining(self) -> bool:
+        """Whether it has announced its end."""
+        return self._connection is not None and self._connection.load.draining
+
+    @property
     def load(self) -> Load:
         """As last reported, plus what this gateway has sent since."""
         connection = self._connection

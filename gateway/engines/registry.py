@@ -92,7 +92,7 @@ class Registry:
         """
         found: dict[str, BundledEngine] = {}
         for client in self._clients.values():
-            if client.joined and client.model == model and not client.load.draining:
+            if client.joined and client.model == model and not client.draining:
                 found.setdefault(client.hello.incarnation, client)  # one engine may be known under two URLs
         if not found:
             self._remember()

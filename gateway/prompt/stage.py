@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -86,7 +86,7 @@ class PromptStage:
         """Raises BadRequestError for what the template refuses, for text or ids that this model cannot be given, and
         for an empty prompt."""
         loaded = self._get(model)
-        namespace = replace(model.namespace, salt=request.salt)
+        namespace = _salted(model.namespace, request.salt)
         try:
             match request.prompt:
                 case ChatPrompt() as prompt:
@@ -203,6 +203,11 @@ class PromptStage:
 def _load(files: TokenizerFiles, settings: PromptSettings) -> LoadedModel:
     with no_panic("a tokeniser's library"):
         return load_model(files, settings)
+
+
+@lru_cache(1024)
+def _salted(namespace: Namespace, salt: str) -> Namespace:
+    return replace(namespace, salt=salt)
 
 
 def _prompt_chars(contents: Sequence[str], tools: Sequence[Tool]) -> int:

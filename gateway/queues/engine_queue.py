@@ -17,10 +17,11 @@ slots.py adds futures, limits and deadlines; tests/bench/routing_replay.py drive
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Generic
 
 from engine.protocol import Lane
+from engine.protocol.frozen import dataclass
 from gateway.config import QueueSettings
 from gateway.gate import FairQueue, Waiting
 from gateway.queues.admission_control import AdmissionControl, Overload, choose_open

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Lane, Load
+from engine.protocol.frozen import dataclass
 from gateway.types import Ask
 
 ASSUMED_COMPLETION_TOKENS: Final = 128

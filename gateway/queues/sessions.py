@@ -15,11 +15,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Final
 
 from engine.protocol import DIGEST_BYTES
+from engine.protocol.frozen import dataclass
 
 MAX_POSITIONS: Final = 16_384
 """Of all prompts that are remembered, the latest."""

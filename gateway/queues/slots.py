@@ -21,11 +21,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Final, Generic
 
 from engine.protocol import Hello, Lane
+from engine.protocol.frozen import dataclass
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, EngineLostError, QueueFullError
 from gateway.gate import Gate, Pace

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 import orjson
 from xxhash import xxh3_64_digest
+
+from engine.protocol.frozen import dataclass
 
 OVERHEAD_BYTES: Final = 512
 """What an entry costs besides its body and names: objects, tables, and its place in the order."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.protocol import TOKEN_BYTES, Breakpoint, Grammar
+from engine.protocol.frozen import dataclass
 
 MAX_BREAKPOINTS = 4
 """Of one request. What more of them means differs by dialect; an engine gets no more."""

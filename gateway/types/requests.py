@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, NamedTuple
 
 from engine.protocol import Breakpoint, Lane, Sampling
+from engine.protocol.frozen import dataclass
 from gateway.types.prompts import Constraint, Prompt, PromptParam, ToolUse
 from gateway.types.tenants import Scope, Tenant
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
+
+from engine.protocol.frozen import dataclass
 
 ANONYMOUS = "anonymous"
 """The tenant of a server without configured keys."""

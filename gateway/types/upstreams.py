@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from engine.protocol import Lane
+from engine.protocol.frozen import dataclass
 from gateway.types.requests import PLAIN_REUSE, Reuse, Tier, Trace
 from gateway.types.tenants import Scope, Tenant
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from engine.protocol.frozen import dataclass
 from gateway.api.anthropic.caching import DEFAULT_TTL, HOUR_S, Cached, Caching, account
 from gateway.api.anthropic.fingerprint import Fingerprint, PromptPart, compare, same_scope, store_key, take
 from gateway.api.anthropic.response import MessageShape

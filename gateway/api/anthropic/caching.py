@@ -11,10 +11,11 @@ elsewhere may have been reused all the same, and is not reported. Runs of tool c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from engine.protocol import Breakpoint
+from engine.protocol.frozen import dataclass
 from gateway.api.anthropic.messages import Block
 from gateway.api.fields import invalid, unsupported
 from gateway.config import duration_s

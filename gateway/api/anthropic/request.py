@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.protocol import Sampling
+from engine.protocol.frozen import dataclass
 from gateway.api.anthropic.accounting import Question
 from gateway.api.anthropic.caching import Caching, read_caching
 from gateway.api.anthropic.fingerprint import PromptPart, json_text

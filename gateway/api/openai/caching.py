@@ -10,7 +10,7 @@ eviction does not give. Two breakpoints may be at one place. Pure; messages.py h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gateway.api.fields import choice, closed_record, record, text, wrong_value
 from gateway.config import LeaseSettings, duration_s
@@ -42,10 +42,13 @@ class Caching(NamedTuple):
     only_leased: bool = False
 
 
+NO_BREAKPOINTS: Final = Caching()
+
+
 def read_caching(messages: Sequence[Any], options: dict[str, Any] | None, leases: LeaseSettings) -> Caching:
     """`messages` and `options` as they came. Raises BadRequestError for a ttl that the operator does not allow."""
     if not options and not any(type(one.get("content")) is list or "cache_control" in one for one in messages):
-        return Caching()  # as nearly all are
+        return NO_BREAKPOINTS  # as nearly all are
     return place_markers(messages, list(_points(messages, leases)), options or {}, leases)
 
 

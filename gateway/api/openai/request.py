@@ -11,13 +11,13 @@ from gateway.api.cache_control import from_body
 from gateway.api.call import MAX_PROMPTS, NEW_DOCUMENT, Call
 from gateway.api.choices import Choices
 from gateway.api.fields import array_too_long, empty_array, read, wrong_type
-from gateway.api.openai.caching import read_caching
+from gateway.api.openai.caching import NO_BREAKPOINTS, Caching, read_caching
 from gateway.api.openai.parameters import CHAT, COMPLETION, TOKEN_ID_MAX
 from gateway.api.openai.tools import read_chat_tools
 from gateway.api.tiers import OPENAI_TIERS
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
-from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt
+from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt, ToolUse
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING = tuple(one.name for one in fields(Sampling))
@@ -53,9 +53,8 @@ def parse_chat(body: dict[str, Any], leases: LeaseSettings, max_answers: int = M
     if use is not None and use.mode == "required" and values.get("ignore_eos"):
         raise _together("tool_choice", "ignore_eos")
     prompt = ChatPrompt(values["messages"], markers=caching.markers, tools=tools)
-    call = _call(values, (prompt,), "messages", max_tokens, logprobs)
-    call = replace(call, use_cache=caching.use_cache, only_leased=caching.only_leased)
-    return replace(call, choices=_choices(values, 1, max_answers), tool_use=use)
+    choices = _choices(values, 1, max_answers)
+    return _call(values, (prompt,), "messages", max_tokens, logprobs, choices, tool_use=use, caching=caching)
 
 
 def parse_completion(body: dict[str, Any], max_prompts: int = MAX_PROMPTS) -> Call:
@@ -64,14 +63,23 @@ def parse_completion(body: dict[str, Any], max_prompts: int = MAX_PROMPTS) -> Ca
     prompts = _prompts(values.get("prompt"), max_prompts)
     max_tokens = values.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
     logprobs = values.get("logprobs")
-    call = _call(values, prompts, "prompt", max_tokens, logprobs)
+    choices = _choices(values, len(prompts), max_prompts)
+    call = _call(values, prompts, "prompt", max_tokens, logprobs, choices)
     if logprobs is not None and values.get("echo"):  # what is reused from the cache has no logits
         call = replace(call, sampling=replace(call.sampling, prompt_logprobs=logprobs), use_cache=False)
-    return replace(call, choices=_choices(values, len(prompts), max_prompts))
+    return call
 
 
 def _call(
-    values: dict[str, Any], prompts: tuple[Prompt, ...], param: PromptParam, max_tokens: int, logprobs: int | None
+    values: dict[str, Any],
+    prompts: tuple[Prompt, ...],
+    param: PromptParam,
+    max_tokens: int,
+    logprobs: int | None,
+    choices: Choices,
+    *,
+    tool_use: ToolUse | None = None,
+    caching: Caching = NO_BREAKPOINTS,
 ) -> Call:
     stream = values.get("stream", False)
     options = values.get("stream_options")
@@ -91,6 +99,10 @@ def _call(
         stop=values.get("stop", ()),
         stream=stream,
         include_usage=bool(options and options.get("include_usage")),
+        choices=choices,
+        tool_use=tool_use,
+        use_cache=caching.use_cache,
+        only_leased=caching.only_leased,
         echo=values.get("echo", False),
         prewarm=param == "prompt" and max_tokens == 0,
         constraint=_constraint(values),

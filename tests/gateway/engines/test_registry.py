@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from engine.protocol import ENGINES_KEY, Hello, Load, Namespace, announcement_key
+from engine.protocol import ENGINES_KEY, Hello, Namespace, announcement_key
 from gateway.engines import registry as registry_module
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.registry import FRESH_S, EngineFigures, Registry, short_name
@@ -34,7 +34,7 @@ class FakeClient:
 
     name: str
     url: str
-    load: Load = field(default_factory=Load)
+    draining: bool = False
     joined: bool = False
     started: int = 0
     stopped: int = 0
@@ -165,9 +165,9 @@ def test_a_draining_engine_gets_nothing_new() -> None:
     registry.add("http://b:1")
     for client in registry.engines:
         client.join()
-    registry.engines[0].load = Load(draining=True)
+    registry.engines[0].draining = True
     assert names(registry) == ["b:1"]
-    registry.engines[1].load = Load(draining=True)
+    registry.engines[1].draining = True
     with pytest.raises(NoEngineError):
         registry.serving("demo")
 

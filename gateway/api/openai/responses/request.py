@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from engine.protocol.frozen import dataclass
 from gateway.api.cache_control import from_body
 from gateway.api.call import Call
 from gateway.api.fields import empty_array, read
