@@ -42,14 +42,12 @@ from gateway.pipeline import Pipeline
 from gateway.prompt.stage import PromptStage
 from gateway.queues.batch.lane import BatchLane
 from gateway.queues.slots import SlotQueue
-from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
-from gateway.responses.entry_stores import MemoryEntries, RedisEntries
-from gateway.responses.exact import ExactCache
+from gateway.responses.entry_stores import MemoryEntries, RedisEntries, RemovalEpoch
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.questions import RedisQuestions
 from gateway.responses.stage import ResponseCache
-from gateway.responses.stored_answers import RemovalEpoch, StoredAnswers
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import ByteStore, Quota
@@ -124,18 +122,22 @@ class Gateway:
             num_tenants=len(settings.tenants),
         )
         self.figures = EngineFigures(lambda: self.registry.engines)
-        remembered = MemoryEntries(settings.response_cache.max_memory_bytes, time.time)
-        calls = self._calls() if settings.response_cache.max_redis_bytes else None
-        shared = None if calls is None else RedisEntries(calls, settings.response_cache, time.time)
+        own = settings.response_cache
+        calls = self._calls() if own.max_redis_bytes else None
+        shared = None if calls is None else RedisEntries(calls, own, time.time)
         calls = self._calls() if settings.semantic_cache.max_redis_bytes else None
         questions = None if calls is None else RedisQuestions(calls, settings.semantic_cache)
         self.semantic_cache = _semantic_cache(settings, questions, self.embedder)
-        epoch = None if (calls := self._calls()) is None else RemovalEpoch(calls)
-        every_s = settings.response_cache.removals_s
-        self.answers = StoredAnswers(remembered, shared, epoch, self.semantic_cache, every_s=every_s)
-        self.response_cache = _response_cache(
-            settings, remembered, shared, self.answers, self.semantic_cache, self._audited
+        self.answers = StoredAnswers(
+            MemoryEntries(own.max_memory_bytes, time.time),
+            shared,
+            None if (calls := self._calls()) is None else RemovalEpoch(calls),
+            self.semantic_cache,
+            memory_s=own.memory_s,
+            every_s=own.removals_s,
         )
+        modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
+        self.response_cache = ResponseCache(own, modes, self.answers, self.semantic_cache, time.time, self._audited)
         self.remembered = RememberedUpstreams(self.upstreams, REPLAYS, self.response_cache)
         self.pipeline = Pipeline(
             prompts=self.prompts,
@@ -215,21 +217,6 @@ class Gateway:
 
     def _engine_statuses(self) -> list[EngineStatus]:
         return [_status(engine, self.figures.of(engine.url)) for engine in self.registry.engines]
-
-
-def _response_cache(
-    settings: Settings,
-    memory: MemoryEntries,
-    shared: RedisEntries | None,
-    removals: StoredAnswers,
-    semantic: SemanticCache | None,
-    audited: Audited,
-) -> ResponseCache:
-    """Steps 1 and 7 of the pipeline."""
-    own = settings.response_cache
-    exact = ExactCache(memory, shared, memory_s=own.memory_s, removals=removals)
-    modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
-    return ResponseCache(own, modes, exact, semantic, time.time, audited)
 
 
 def _semantic_cache(settings: Settings, questions: RedisQuestions | None, embedder: Embedder) -> SemanticCache | None:

@@ -179,7 +179,7 @@ class CachePages:
         if content and not self._content:
             raise ForbiddenError("What remembered answers say is shown where auth.admin_content is set.")
         found = [kept async for kept in self._answers.scan(Chosen(id=name), now_s) if kept.id == name]
-        told = await self._answers.find(found[0]) if found else None
+        told = await self._answers.content(found[0]) if found else None
         if told is None:
             raise NotFoundError(f"No answer is remembered under the id '{shown(name)}'.", param="id")
         return reply_json({**_about_json(found[0], now_s), **_content_json(told, content=content)})

@@ -129,7 +129,7 @@ class Answers(Protocol):
         missing."""
         ...
 
-    async def find(self, kept: About) -> Content | None:
+    async def content(self, kept: About) -> Content | None:
         """None for one that is gone, or cannot be read."""
         ...
 

@@ -1,21 +1,32 @@
-"""Remembered answers in the memory of this gateway, and in Redis."""
+"""Remembered answers in the memory of this gateway, and in Redis, with the epoch of their removals:
+
+kvasir:removals   hash: epoch; last, JSON of a choice and its second
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import orjson
 
 from gateway.config import ResponseCacheSettings
-from gateway.responses.entries import About, Entry
+from gateway.errors import RedisDownError
+from gateway.responses.entries import About, Chosen, Entry
 from gateway.storage.byte_store import UNLIMITED, Quota
 from gateway.storage.memory_bytes import Memory
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 _NAME: Final = "answers"
+
+KEY: Final = "kvasir:removals"
+
+MAX_BYTES: Final = 4096
+"""Of a removal in Redis. One with longer names is not written: other gateways empty their memory."""
 
 
 class MemoryEntries(Memory[Entry]):
@@ -78,8 +89,66 @@ class RedisEntries:
         return [about for about in read if about is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Of all answers that were chosen at that second, in seconds since 1970."""
+
+    chosen: Chosen
+    at_s: float
+
+    def takes(self, kept: About | Entry) -> bool:
+        return self.chosen.takes(kept, self.at_s)
+
+
+class RemovalEpoch:
+    """The epoch in Redis. Methods raise RedisDownError."""
+
+    def __init__(self, calls: RedisCalls) -> None:
+        self._redis = calls.redis
+        self._calls = calls
+
+    async def advance(self, removal: Removal) -> int:
+        """The epoch that begins with this removal."""
+        written = orjson.dumps([removal.at_s, *astuple(removal.chosen)])
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.hsetnx(KEY, "epoch", _new_epoch())
+        pipe.hincrby(KEY, "epoch", 1)
+        pipe.hset(KEY, "last", written if len(written) <= MAX_BYTES else b"null")
+        _, epoch, _ = await self._calls.ask(pipe.execute())
+        return int(epoch)
+
+    async def read(self) -> tuple[int, Removal | None]:
+        """The epoch, and the removal that it began with; None where that is not known."""
+        epoch, last = await self._calls.ask(self._read())
+        if epoch is None:
+            pipe = self._redis.pipeline(transaction=True)
+            pipe.hsetnx(KEY, "epoch", _new_epoch())
+            pipe.hget(KEY, "epoch")
+            _, epoch = await self._calls.ask(pipe.execute())
+        number = read_or_skip("removals", partial(int, epoch))
+        if number is None:
+            raise RedisDownError("what was removed cannot be read")
+        return number, None if last is None else read_or_skip("removals", partial(_removal, last))
+
+    def _read(self) -> Awaitable[Any]:
+        return self._redis.hmget(KEY, ["epoch", "last"])
+
+
 def _about(owner: str, name: str, written: bytes) -> About:
     model, created_s, expires_s, num_bytes = orjson.loads(written)
     if not (isinstance(model, str) and 0 <= num_bytes < UNLIMITED):
         raise ValueError("nothing of an answer")
     return About(owner, name, model, float(created_s), float(expires_s), int(num_bytes))
+
+
+def _new_epoch() -> int:
+    """Where counting begins: later than any epoch that a Redis which lost everything has had."""
+    return time.time_ns() // 1000
+
+
+def _removal(written: bytes) -> Removal | None:
+    """Raises ValueError and others for what a newer gateway may have written."""
+    if (read := orjson.loads(written)) is None:
+        return None
+    at_s, *chosen = read
+    return Removal(Chosen(*chosen), float(at_s))

@@ -56,21 +56,14 @@ def decode(body: bytes, *, joined: bool) -> Stored[Event] | None:
     try:
         read = orjson.loads(body)
         prompt, completion, written = read["p"], read["c"], read["e"]
-        text = _joined(written) if joined else None
-        chunks = [_read(item) for item in written] if text is None else [TextDelta(text)] if text else []
+        if joined and all(type(item) is str for item in written):
+            written = ["".join(written)] if any(written) else []
+        chunks = [_read(item) for item in written]
         scored = tuple(_read_token(token) for token in read.get("o", ()))
         started = Started("", Usage(prompt, 0, cached_tokens=prompt), scored)
         finished = Finished(read["r"], Usage(prompt, completion, cached_tokens=prompt), read["s"])
         return Stored([started, *chunks, finished], prompt, completion, read["t"], read["r"])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None
-
-
-def _joined(written: list[Any]) -> str | None:
-    """None where there is more than text."""
-    try:
-        return "".join(written)
-    except TypeError:
         return None
 
 

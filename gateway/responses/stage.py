@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ from gateway.errors import KvasirError, NotCachedError
 from gateway.responses.base import END, Audited, Item, Mode, Query, Recorded, Stored
 from gateway.responses.engine_answers import EngineQuery, Generate, find_bypass
 from gateway.responses.entries import Entry, entry_id
-from gateway.responses.exact import ExactCache
 from gateway.responses.flights import Flight
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.tasks import off_loop
 from gateway.types import (
     CallDelta,
@@ -61,7 +61,7 @@ class ResponseCache:
         self,
         settings: ResponseCacheSettings,
         modes: Mapping[str, Mode],
-        exact: ExactCache,
+        answers: StoredAnswers,
         semantic: SemanticCache | None,
         now: Callable[[], float],
         audited: Audited | None = None,
@@ -69,7 +69,7 @@ class ResponseCache:
         """`modes` are those of tenants that have one of their own. `now` is the clock of entries, since 1970."""
         self.settings = settings
         self._modes = modes
-        self._exact = exact
+        self._answers = answers
         self._semantic = semantic
         self._now = now
         self._audited = audited
@@ -82,7 +82,7 @@ class ResponseCache:
     def stats(self) -> dict[str, Any]:
         """For operators: what is there now, and what happened since the start. `in_flight` are generations that may be
         joined, `waiting` the requests that read them."""
-        exact, memory = self._exact.figures, self._exact.memory_figures
+        memory = self._answers.memory.figures
         return {
             "entries": memory.entries,
             "bytes": memory.bytes,
@@ -91,16 +91,7 @@ class ResponseCache:
             "outcomes": dict(self.figures.outcomes),
             "bypassed": dict(self.figures.bypassed),
             "semantic": {} if self._semantic is None else self._semantic.stats(),
-            "events": {
-                **asdict(exact),
-                "evicted": memory.evicted,
-                "expired": memory.expired,
-                "removed": memory.removed,
-                "emptied": memory.emptied,
-                "redis_evicted": self._exact.redis_evicted,
-                "resent": self.figures.resent,
-                **self.figures.not_kept,
-            },
+            "events": {**self._answers.events(), "resent": self.figures.resent, **self.figures.not_kept},
         }
 
     def answer(self, request: Request, model: Hello, generate: Generate) -> AsyncGenerator[Event, None]:
@@ -178,7 +169,7 @@ class ResponseCache:
                     flight.land()
                 await flight.add(item)
         if entry is not None:
-            await self._exact.share(entry)
+            await self._answers.share(entry)
 
     def _begin(self, query: Query[Item], flight: Flight[Item], item: Item) -> Item:
         """The first item, as the request of this reader gets it. What was generated is accounted for with the one that
@@ -219,19 +210,19 @@ class ResponseCache:
 
     def _peek(self, query: Query[Any]) -> Entry | None:
         """From this gateway's memory."""
-        return self._fresh(self._exact.peek(query.owner, query.key), query.reuse) if query.reuse.read else None
+        return self._fresh(self._answers.peek(query.owner, query.key), query.reuse) if query.reuse.read else None
 
     async def _find(self, query: Query[Item], *, shared: bool) -> tuple[Stored[Item], Lookup] | None:
         """The answer to this request, from memory or Redis, or to one that means the same."""
         if not query.reuse.read:
             return None
-        entry = self._fresh(await self._exact.find(query.owner, query.key), query.reuse)
+        entry = self._fresh(await self._answers.find(query.owner, query.key), query.reuse)
         if entry is not None and (stored := query.read(entry.body, shared=shared)) is not None:
             return stored, self._found(query, entry)[0]
         semantic = self._semantic
         if semantic is None or (match := await semantic.find(query)) is None:
             return None
-        entry = await self._exact.find(query.owner, match.key)
+        entry = await self._answers.find(query.owner, match.key)
         if entry is None:
             semantic.gone(query, match)
         stored = None if (entry := self._fresh(entry, query.reuse)) is None else query.read(entry.body, shared=shared)
@@ -266,7 +257,7 @@ class ResponseCache:
 
         def again() -> Lookup | None:
             lookup = self._lookup(entry)
-            if (max_age_s is not None and lookup.age_s > max_age_s) or not self._exact.has(entry):
+            if (max_age_s is not None and lookup.age_s > max_age_s) or not self._answers.has(entry):
                 return None
             self.figures.outcomes["exact"] += 1
             self.figures.resent += 1
@@ -299,7 +290,7 @@ class ResponseCache:
         ttl_s = settings.ttl_s if reuse.ttl_s is None else min(reuse.ttl_s, settings.max_ttl_s)
         name = entry_id(query.key)
         entry = Entry(query.key, name, query.owner, recorded.model, now, now + ttl_s, recorded.body)
-        self._exact.keep(entry)
+        self._answers.keep(entry)
         if self._semantic is not None:
             self._semantic.remember(query, recorded.text)
         return entry

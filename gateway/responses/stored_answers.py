@@ -1,50 +1,44 @@
-"""Remembered answers as operators see them, in memory and in Redis; what they remove, at whichever gateway, leaves the
-memory of all of them. One epoch in Redis counts removals:
+"""Remembered answers in memory and in Redis, for requests and for operators. What operators remove at one gateway
+leaves the memory of all of them. One epoch in Redis counts removals:
 
     removed here              from this memory at once, and the epoch goes up
     the epoch went up by one  the last removal is applied to this memory
     it went up by more, or    memory is emptied: it is not known what was removed
     Redis lost it
     Redis is unreachable      nothing can be removed; memory is used
-    it is back                memory is used again after the next look (`current`)
+    it is back                memory is used again after the next look (`look`)
 
 A removal is a choice and its second, not a list of answers: a gateway has some that no other knows of. The epoch goes
 up when Redis has the answers no more, so that what is read there afterwards may be put into memory again. Each gateway
 looks every `every_s`.
-
-    kvasir:removals   hash: epoch; last, JSON of a choice and its second
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import astuple, dataclass
-from functools import partial
-from typing import Any, Final, Protocol
-
-import orjson
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.responses.base import Stored
-from gateway.responses.entries import About, Chosen, Content, Entry
-from gateway.responses.entry_stores import MemoryEntries, RedisEntries
+from gateway.responses.entries import About, Chosen, Content, Entry, entry_id
+from gateway.responses.entry_stores import MemoryEntries, RedisEntries, Removal, RemovalEpoch
 from gateway.responses.recording import decode, decode_upstream
-from gateway.storage.redis_calls import RedisCalls, read_or_skip
 from gateway.types import CallDelta, Event, TextDelta
+
+if TYPE_CHECKING:
+    from gateway.responses.semantic.cache import SemanticCache
 
 log = logging.getLogger(__name__)
 
-KEY: Final = "kvasir:removals"
+_T = TypeVar("_T")
 
 UNKNOWN: Final = 0
 """No epoch: whichever comes next, removals may have been missed."""
-
-MAX_BYTES: Final = 4096
-"""Of a removal in Redis. One with longer names is not written: other gateways empty their memory."""
 
 LATE_S: Final = 10.0
 """An answer that was made so shortly before it was removed may reach Redis after that, and is removed there again."""
@@ -57,84 +51,46 @@ AT_ONCE: Final = 16
 some."""
 
 
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """Of all answers that were chosen at that second, in seconds since 1970."""
-
-    chosen: Chosen
-    at_s: float
-
-    def takes(self, kept: About | Entry) -> bool:
-        return self.chosen.takes(kept, self.at_s)
-
-
-class RemovalEpoch:
-    """The epoch in Redis. Methods raise RedisDownError."""
-
-    def __init__(self, calls: RedisCalls) -> None:
-        self._redis = calls.redis
-        self._calls = calls
-
-    async def advance(self, removal: Removal) -> int:
-        """The epoch that begins with this removal."""
-        written = orjson.dumps([removal.at_s, *astuple(removal.chosen)])
-        pipe = self._redis.pipeline(transaction=True)
-        pipe.hsetnx(KEY, "epoch", _new_epoch())
-        pipe.hincrby(KEY, "epoch", 1)
-        pipe.hset(KEY, "last", written if len(written) <= MAX_BYTES else b"null")
-        _, epoch, _ = await self._calls.ask(pipe.execute())
-        return int(epoch)
-
-    async def read(self) -> tuple[int, Removal | None]:
-        """The epoch, and the removal that it began with; None where that is not known."""
-        epoch, last = await self._calls.ask(self._read())
-        if epoch is None:
-            pipe = self._redis.pipeline(transaction=True)
-            pipe.hsetnx(KEY, "epoch", _new_epoch())
-            pipe.hget(KEY, "epoch")
-            _, epoch = await self._calls.ask(pipe.execute())
-        number = read_or_skip("removals", partial(int, epoch))
-        if number is None:
-            raise RedisDownError("what was removed cannot be read")
-        return number, None if last is None else read_or_skip("removals", partial(_removal, last))
-
-    def _read(self) -> Awaitable[Any]:
-        return self._redis.hmget(KEY, ["epoch", "last"])
-
-
-class Questions(Protocol):
-    """Of the semantic cache."""
-
-    def forget(self, removal: Removal) -> None:
-        """Soon those whose answers are removed are gone, here and for other gateways."""
-        ...
-
-
 class StoredAnswers:
-    """See Answers in entries.py. Without an epoch in Redis, removals are of this gateway alone.
-
-    number   goes up when an answer may have been removed: what was read in Redis before may be gone by now
-    current  whether memory may be used while Redis answers
-    """
+    """Answers by owner and key, in memory first, then in Redis. Look-ups never raise: a Redis that is down is a cache
+    that is cold. An answer is found by its id, and given only if its whole key is the request's, and its owner. For
+    operators, see Answers in entries.py."""
 
     def __init__(
         self,
         memory: MemoryEntries,
         redis: RedisEntries | None,
         epoch: RemovalEpoch | None = None,
-        questions: Questions | None = None,
+        semantic: SemanticCache | None = None,
         *,
+        memory_s: float = math.inf,
         every_s: float = 1.0,
     ) -> None:
-        self._memory = memory
+        """An answer that has been in memory for `memory_s` is looked up in Redis again. Without an epoch, removals are
+        of this gateway alone. `semantic` hears of removals."""
+        self.memory = memory
         self._redis = redis
         self._epoch = epoch
-        self._questions = questions
+        self._semantic = semantic
+        self._memory_s = math.inf if redis is None else memory_s
         self._every_s = every_s
         self._seen: int | None = None  # epoch, up to which this memory has nothing that was removed
         self._following: asyncio.Task[None] | None = None
-        self.number = 0
-        self.current = True
+        self._removals = 0  # invalidation epoch: a look into Redis that began in an earlier one must not fill memory
+        self._current = True  # memory may be used while Redis answers
+        self._counts = Counter(memory_hits=0, redis_hits=0, kept=0, redis_failures=0)
+
+    def events(self) -> dict[str, int]:
+        """Since the start, for operators."""
+        memory, redis = self.memory.figures, self._redis
+        return {
+            **self._counts,
+            "evicted": memory.evicted,
+            "expired": memory.expired,
+            "removed": memory.removed,
+            "emptied": memory.emptied,
+            "redis_evicted": 0 if redis is None else redis.evicted,
+        }
 
     def start(self) -> None:
         """Looks for removals from now on, until `close`."""
@@ -143,6 +99,65 @@ class StoredAnswers:
 
     async def close(self) -> None:
         await tasks.cancel(self._following)
+
+    # -- for requests -------------------------------------------------------------------------------------------------
+
+    def peek(self, owner: str, key: bytes) -> Entry | None:
+        """From memory alone, unless Redis is to be asked whether it is still there."""
+        entry = self.memory.get(owner, entry_id(key), within_s=self._memory_s)
+        return entry if entry is not None and entry.key == key and self._counts_as_hit() else None
+
+    def has(self, entry: Entry) -> bool:
+        """Whether `peek` finds this very entry, and no later one in its place. Counts as finding it."""
+        held = self.memory.get(entry.owner, entry.id, within_s=self._memory_s)
+        return held is entry and self._counts_as_hit()
+
+    async def find(self, owner: str, key: bytes) -> Entry | None:
+        """From memory or Redis, within the time that Redis has to answer."""
+        redis = self._redis
+        if (entry := self.peek(owner, key)) is not None or redis is None:
+            return entry
+        name, removals = entry_id(key), self._removals
+        here = self.memory.get(owner, name)
+        entry = await self._ask(redis.find(owner, name), here)
+        if entry is None:
+            self.memory.delete(owner, name)
+        if entry is None or entry.key != key:
+            return None
+        if entry is not here:
+            self._counts["redis_hits"] += 1
+            if removals == self._removals:
+                self.memory.set(entry)
+        return entry
+
+    def keep(self, entry: Entry) -> None:
+        """In memory, from now on."""
+        self._counts["kept"] += 1
+        self.memory.set(entry)
+
+    async def share(self, entry: Entry) -> None:
+        """With other gateways, over Redis."""
+        redis, removals = self._redis, self._removals
+        if redis is None:
+            return
+        await self._ask(redis.put(entry), False)
+        if removals != self._removals and self.memory.get(entry.owner, entry.id) is not entry:
+            await self._ask(redis.remove(entry.owner, entry.id), False)  # it came behind its own removal
+
+    def _counts_as_hit(self) -> bool:
+        """Whether memory may be used: it is known what was removed, or cannot be, because Redis is unreachable."""
+        usable = self._current or self._redis is None or not self._redis.up
+        self._counts["memory_hits"] += usable
+        return usable
+
+    async def _ask(self, call: Awaitable[_T], otherwise: _T) -> _T:
+        try:
+            return await call
+        except RedisDownError as error:
+            self._counts["redis_failures"] += error.asked
+            return otherwise
+
+    # -- for operators ------------------------------------------------------------------------------------------------
 
     async def scan(self, chosen: Chosen, at_s: float) -> AsyncIterator[About]:
         here = set[tuple[str, str]]()
@@ -158,8 +173,8 @@ class StoredAnswers:
                     if chosen.takes(kept, at_s) and (owner, kept.id) not in here:
                         yield kept
 
-    async def find(self, kept: About) -> Content | None:
-        entry = self._memory.get(kept.owner, kept.id)
+    async def content(self, kept: About) -> Content | None:
+        entry = self.memory.get(kept.owner, kept.id)
         if entry is None and self._redis is not None:
             entry = await self._redis.find(kept.owner, kept.id)
         return None if entry is None else _content(entry.body)
@@ -189,10 +204,10 @@ class StoredAnswers:
             elif self._seen not in (None, epoch):
                 self._empty()
         except RedisDownError:
-            self.current = False
+            self._current = False
             self._seen = self._seen or UNKNOWN
             return
-        self._seen, self.current = epoch, True
+        self._seen, self._current = epoch, True
 
     async def _follow(self) -> None:
         while not tasks.was_cancelled():
@@ -201,43 +216,30 @@ class StoredAnswers:
 
     async def _remembered(self) -> AsyncIterator[Entry]:
         """Everything in memory; some may be past its time."""
-        for count, entry in enumerate(self._memory, start=1):
+        for count, entry in enumerate(self.memory, start=1):
             yield entry
             if count % LOOKED_AT == 0:
                 await asyncio.sleep(0)
 
     async def _apply(self, removal: Removal) -> None:
         """To the memory of this gateway."""
-        self.number += 1
-        if self._questions is not None:
-            self._questions.forget(removal)
+        self._removals += 1
+        if self._semantic is not None:
+            self._semantic.forget(removal)
         late: list[Entry] = []
         async for entry in self._remembered():
-            if removal.takes(entry) and self._memory.get(entry.owner, entry.id) is entry:
-                self._memory.figures.removed += self._memory.delete(entry.owner, entry.id)
+            if removal.takes(entry) and self.memory.get(entry.owner, entry.id) is entry:
+                self.memory.figures.removed += self.memory.delete(entry.owner, entry.id)
                 late += [entry] if entry.created_s > removal.at_s - LATE_S else []
         if self._redis is not None:
             for entry in late:
                 await self._redis.remove(entry.owner, entry.id)
 
     def _empty(self) -> None:
-        self.number += 1
-        self._memory.figures.emptied += 1
+        self._removals += 1
+        self.memory.figures.emptied += 1
         log.info("answers were removed, and it is not known which: this gateway's memory of answers is emptied")
-        self._memory.clear()
-
-
-def _new_epoch() -> int:
-    """Where counting begins: later than any epoch that a Redis which lost everything has had."""
-    return time.time_ns() // 1000
-
-
-def _removal(written: bytes) -> Removal | None:
-    """Raises ValueError and others for what a newer gateway may have written."""
-    if (read := orjson.loads(written)) is None:
-        return None
-    at_s, *chosen = read
-    return Removal(Chosen(*chosen), float(at_s))
+        self.memory.clear()
 
 
 def _content(body: bytes) -> Content | None:

@@ -17,11 +17,10 @@ from redis.asyncio import Redis
 from gateway.config import ResponseCacheSettings, SemanticCacheSettings
 from gateway.errors import RedisDownError
 from gateway.responses.entries import Chosen, entry_id
-from gateway.responses.entry_stores import MemoryEntries, RedisEntries
-from gateway.responses.exact import ExactCache
+from gateway.responses.entry_stores import MemoryEntries, RedisEntries, Removal
 from gateway.responses.semantic.questions import AnsweredQuestion, RedisQuestions, digest_of
 from gateway.responses.semantic.spaces import APPLIED_AT_A_TIME, Background, Spaces
-from gateway.responses.stored_answers import Removal
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import Reuse
 from tests.fakes.meanings import Kitchen, Meanings
@@ -56,7 +55,7 @@ def on(redis: Redis, chance: float = 1.0, **encoder: Any) -> Kitchen:
     own = ResponseCacheSettings()
     memory = MemoryEntries(own.max_memory_bytes, lambda: 1000.0)
     entries = RedisEntries(RedisCalls(redis, LIMIT_S), own, lambda: 1000.0)
-    exact = ExactCache(memory, entries, memory_s=60.0)
+    exact = StoredAnswers(memory, entries, memory_s=60.0)
     settings = tuned(SemanticCacheSettings, **{**SETTINGS, "max_entries": 100})
     answers = {FIRST: "Yes.", SECOND: "No."}
     return Kitchen(settings, Meanings({"reset": 0.0}, **encoder), questions(redis), exact, answers, chance=chance)

@@ -22,7 +22,7 @@ class FakeAnswers:
             if chosen.takes(kept, at_s):
                 yield kept
 
-    async def find(self, kept: About) -> Content | None:
+    async def content(self, kept: About) -> Content | None:
         self._check()
         return self.kept.get(kept)
 

@@ -62,9 +62,9 @@ from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entries import Answers
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries
-from gateway.responses.exact import ExactCache
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.stage import ResponseCache
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.storage.byte_store import ByteStore, Quota
 from gateway.storage.memory_bytes import MemoryBytes
@@ -151,7 +151,7 @@ def response_cache(
     """Steps 1 and 7, to stand before the fake pipeline (FakePipeline.responses)."""
     own = tuned(ResponseCacheSettings, **{"upstreams": "on", **settings})
     memory = memory or MemoryEntries(own.max_memory_bytes, now)
-    exact = ExactCache(memory, redis)
+    exact = StoredAnswers(memory, redis)
     return ResponseCache(own, {}, exact, semantic, now, audited)
 
 

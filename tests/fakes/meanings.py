@@ -15,10 +15,10 @@ from engine.protocol import Sampling
 from gateway.config import ResponseCacheSettings, SemanticCacheSettings
 from gateway.errors import EmbedderError, KvasirError
 from gateway.responses.entry_stores import MemoryEntries
-from gateway.responses.exact import ExactCache
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.questions import RedisQuestions
 from gateway.responses.stage import ResponseCache
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.types import ChatPrompt, EmbeddingInput, Event, Finished, Request, Reuse, Started, Tenant, TextDelta, Usage
 from tests.fakes.pipeline import hello
 from tests.fakes.tuned import tuned
@@ -84,7 +84,7 @@ class Kitchen:
     settings: SemanticCacheSettings = field(default_factory=lambda: SemanticCacheSettings(mode="on"))
     meanings: Meanings = field(default_factory=Meanings)
     redis: RedisQuestions | None = None
-    exact: ExactCache | None = None
+    exact: StoredAnswers | None = None
     answers: dict[str, str] = field(default_factory=dict)
     chance: float = 1.0
     now: float = 1000.0
@@ -96,7 +96,7 @@ class Kitchen:
     def __post_init__(self) -> None:
         own = ResponseCacheSettings()
         memory = MemoryEntries(own.max_memory_bytes, lambda: self.now)
-        exact = self.exact or ExactCache(memory, None, memory_s=60.0)
+        exact = self.exact or StoredAnswers(memory, None, memory_s=60.0)
         self.semantic = SemanticCache(
             self.settings,
             self.modes,

@@ -29,10 +29,10 @@ from gateway.pipeline import Pipeline
 from gateway.prompt.stage import PromptStage
 from gateway.queues.slots import SlotQueue
 from gateway.responses.entry_stores import MemoryEntries
-from gateway.responses.exact import ExactCache
 from gateway.responses.semantic.cache import SemanticCache
 from gateway.responses.semantic.space import Space
 from gateway.responses.stage import ResponseCache
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.types import ChatPrompt, EmbeddingInput, EncodedPrompt, Request, Scope, Started, Tenant
 from tests.fakes import tokenisers
 from tests.fakes.shelf import Shelf
@@ -126,7 +126,7 @@ class House:
         self._files, self._hello = files, hello
         own = ResponseCacheSettings()
         self.memory, self.shelf = MemoryEntries(own.max_memory_bytes, time.time), Shelf()
-        exact = ExactCache(self.memory, self.shelf, memory_s=60.0)
+        exact = StoredAnswers(self.memory, self.shelf, memory_s=60.0)
         judged = SemanticCacheSettings(mode="on", judged=False, lookup_timeout_s=10.0)
         self.semantic = SemanticCache(
             judged,

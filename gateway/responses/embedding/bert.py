@@ -107,19 +107,6 @@ class Layer:
     output_norm: Norm
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`count` texts of `length` tokens each, from row `start` of the batch on."""
-
-    start: int
-    count: int
-    length: int
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.start + self.count * self.length)
-
-
 class Bert:
     """The model of one folder. Safe to be called from several threads."""
 
@@ -159,7 +146,7 @@ class Bert:
         x = self._words[ids]
         x += self._positions[np.arange(len(ids)) - np.repeat(starts, lengths)]
         x = self._norm(x)
-        runs = _runs(lengths.tolist())
+        runs = [(length, len(list(equal))) for length, equal in groupby(lengths.tolist())]
         for layer in self._layers:
             x = self._through(layer, x, runs)
         pooled: Floats = np.add.reduceat(x, starts, axis=0)
@@ -169,7 +156,7 @@ class Bert:
         found[order] = pooled
         return found
 
-    def _through(self, layer: Layer, x: Floats, runs: Sequence[Run]) -> Floats:
+    def _through(self, layer: Layer, x: Floats, runs: Sequence[tuple[int, int]]) -> Floats:
         """x  (tokens, dimensions)"""
         attended = layer.attended(self._attend(layer.qkv(x), runs))
         attended += x
@@ -178,18 +165,23 @@ class Bert:
         output += x
         return layer.output_norm(output)
 
-    def _attend(self, qkv: Floats, runs: Sequence[Run]) -> Floats:
-        """qkv  (tokens, 3 * dimensions)  ->  (tokens, dimensions)"""
+    def _attend(self, qkv: Floats, runs: Sequence[tuple[int, int]]) -> Floats:
+        """qkv   (tokens, 3 * dimensions)  ->  (tokens, dimensions)
+        runs  tokens of a text, and how many texts of that length follow each other
+        """
         size = self.dimensions // self._heads
         mixed = np.empty((len(qkv), self.dimensions), dtype=np.float32)
-        for run in runs:
-            parts = qkv[run.rows].reshape(run.count, run.length, 3, self._heads, size)
+        start = 0
+        for length, count in runs:
+            rows = slice(start, start + count * length)
+            start = rows.stop
+            parts = qkv[rows].reshape(count, length, 3, self._heads, size)
             query, key, value = parts.transpose(2, 0, 3, 1, 4)  # each (texts, heads, tokens, size)
             weights = query @ key.swapaxes(-1, -2)
             weights -= np.maximum.reduce(weights, axis=-1, keepdims=True)
             np.exp(weights, out=weights)
             weights /= np.add.reduce(weights, axis=-1, keepdims=True)
-            np.matmul(weights, value, out=mixed[run.rows].reshape(run.count, run.length, -1, size).swapaxes(1, 2))
+            np.matmul(weights, value, out=mixed[rows].reshape(count, length, -1, size).swapaxes(1, 2))
         return mixed
 
 
@@ -209,17 +201,6 @@ def gelu(x: Floats) -> Floats:
             power += np.float32(1)
             part /= power
     return x
-
-
-def _runs(lengths: Sequence[int]) -> list[Run]:
-    """Of texts that are sorted by length."""
-    runs: list[Run] = []
-    start = 0
-    for length, equal in groupby(lengths):
-        run = Run(start, len(list(equal)), length)
-        runs.append(run)
-        start = run.rows.stop
-    return runs
 
 
 def _pooling(folder: Path) -> Mapping[str, Any]:

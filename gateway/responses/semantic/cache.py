@@ -18,10 +18,10 @@ from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError, NativeError
 from gateway.native import no_panic
 from gateway.responses.base import Match, Mode, Query, Regenerate
+from gateway.responses.entry_stores import Removal
 from gateway.responses.semantic.questions import KEPT_ANSWER_CHARS, AnsweredQuestion, RedisQuestions, digest_of
 from gateway.responses.semantic.spaces import Background, SharedSpace, Spaces
 from gateway.responses.semantic.vectors import Vectors, find_unfit
-from gateway.responses.stored_answers import Removal
 from gateway.tasks import off_loop
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class SemanticCache:
         """To be called each time that the exact cache has the answer: one request more is to be counted. Holds nothing
         of the request's text."""
         fits = self._unfit(query) is None
-        return partial(self._repeated, query.owner, query.model, query.key) if fits else _nothing
+        return partial(self._spaces.repeated, query.owner, query.model, query.key) if fits else _nothing
 
     def hit(self, query: Query[Any], anew: Regenerate) -> None:
         """The answer was there, and is given. `anew` generates one of its own, to compare it."""
@@ -165,16 +165,16 @@ class SemanticCache:
             return
         self.events["kept"] += 1
         if not looked.sight.neighbours or not self._settings.judged:
-            self._spaces.put(looked.shared, entry)
+            self._spaces.put(looked.shared, entry.key, entry)
         elif self._judging >= self._settings.max_judging:
             self.events["not_judged"] += 1
-            self._spaces.put(looked.shared, entry)
+            self._spaces.put(looked.shared, entry.key, entry)
         else:
             self._judging += 1
             self._background.start(self._judge(query.tenant, query.key, looked, answer), "judge an answer")
 
     def forget(self, removal: Removal) -> None:
-        """See stored_answers.Questions."""
+        """Soon the questions whose answers are removed are gone, here and for other gateways."""
         self._spaces.forget(removal)
 
     def stats(self) -> dict[str, Any]:
@@ -198,10 +198,6 @@ class SemanticCache:
             return "not-asked"
         return query.find_unfit(settings.max_temperature)
 
-    def _repeated(self, owner: str, model: str, key: bytes) -> None:
-        if (space := self._spaces.find(owner, model)) is not None:
-            space.repeated(key)
-
     async def _judge(self, tenant: str, key: bytes, looked: Looked, answer: str) -> None:
         """Labels a miss: whether its nearest neighbour would have given the same answer."""
         try:
@@ -211,7 +207,7 @@ class SemanticCache:
             looked.space.judge_miss(looked.sight, key, agrees)
             entry = looked.space.find(key)
             if entry is not None:
-                self._spaces.put(looked.shared, entry)
+                self._spaces.put(looked.shared, entry.key, entry)
         except (KvasirError, TimeoutError):
             self.events["not_judged"] += 1
         finally:
@@ -229,7 +225,7 @@ class SemanticCache:
             looked.space.judge_hit(looked.sight, same)
             self.events["audited"] += 1
             if not same:
-                self._spaces.drop(looked.shared, entry.key)
+                self._spaces.put(looked.shared, entry.key, None)
         except (KvasirError, TimeoutError):
             self.events["audits_lost"] += 1
         finally:

@@ -1,6 +1,6 @@
-"""The spaces of all owners and models: made when the first question comes, dropped where an owner has too many models,
-and kept together with those of other gateways over Redis, off the path of requests. While Redis is unreachable each
-gateway knows its own questions. `space` is imported with the first question: it needs the extra `semantic`.
+"""The spaces of all owners and models: made with the first question, dropped where an owner has too many models, and
+synchronised with those of other gateways over Redis, off the path of requests. While Redis is unreachable each gateway
+knows its own questions. `space` is imported with the first question: it needs the extra `semantic`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import orjson
 from gateway.config import SemanticCacheSettings
 from gateway.errors import RedisDownError
 from gateway.responses.entries import About, entry_id
+from gateway.responses.entry_stores import Removal
 from gateway.responses.semantic.questions import READ_AT_A_TIME, AnsweredQuestion, RedisQuestions
-from gateway.responses.stored_answers import Removal
 from gateway.tasks import cancel, spawn
 
 if TYPE_CHECKING:
@@ -104,9 +104,10 @@ class Spaces:
     def __iter__(self) -> Iterator[Space]:
         return iter([shared.space for shared in self._spaces.values()])
 
-    def find(self, owner: str, model: str) -> Space | None:
-        shared = self._spaces.get((owner, model))
-        return None if shared is None else shared.space
+    def repeated(self, owner: str, model: str, key: bytes) -> None:
+        """The exact cache answered a request with this key."""
+        if (shared := self._spaces.get((owner, model))) is not None:
+            shared.space.repeated(key)
 
     def open(self, owner: str, model: str, encoder: str) -> SharedSpace:
         """The one that a question is for. Soon it knows what other gateways put that have the same encoder: others'
@@ -141,17 +142,15 @@ class Spaces:
             owned[most] -= oldest.evict_oldest()
         return remembered
 
-    def put(self, shared: SharedSpace, entry: AnsweredQuestion) -> None:
-        """Other gateways will know this one."""
-        if self._writing < MAX_WRITES:
-            self._write(shared.name, entry.key, entry.to_bytes())
-
-    def drop(self, shared: SharedSpace, key: bytes) -> None:
-        """Other gateways will give it no more."""
-        self._write(shared.name, key, b"")
+    def put(self, shared: SharedSpace, key: bytes, entry: AnsweredQuestion | None) -> None:
+        """Other gateways will know this one; with None they forget the one with this key."""
+        if self._redis is not None and self._writing < MAX_WRITES:
+            self._writing += 1
+            body = b"" if entry is None else entry.to_bytes()
+            self._background.start(self._put(self._redis, shared.name, key, body), "write a question")
 
     def forget(self, removal: Removal) -> None:
-        """See stored_answers.Questions. Redis may be away for other gateways."""
+        """Starts to remove the questions whose answers are removed, here and from Redis."""
         for (owner, model), shared in self._spaces.items():
             if removal.chosen.owner in (None, owner) and removal.chosen.model in (None, model):
                 takes = partial(_is_removed, removal, owner, model)
@@ -174,11 +173,6 @@ class Spaces:
         ]
 
     # -- Redis --------------------------------------------------------------------------------------------------------
-
-    def _write(self, name: str, key: bytes, body: bytes) -> None:
-        if self._redis is not None:
-            self._writing += 1
-            self._background.start(self._put(self._redis, name, key, body), "write a question")
 
     async def _put(self, redis: RedisQuestions, name: str, key: bytes, body: bytes) -> None:
         try:

@@ -171,13 +171,6 @@ async def test_what_is_to_do_after_its_end_is_done_without_readers() -> None:
         await done.wait()
 
 
-async def test_nobody_finds_a_flight_without_a_key() -> None:
-    own, work = Flights(), Work(items=0)
-    flight = own.launch(work.run, None)
-    assert not own.joinable
-    assert await everything(flight) == []
-
-
 async def test_a_reader_that_leaves_behind_a_landed_flight_does_not_keep_it_in_the_air() -> None:
     ended = asyncio.Event()
 
@@ -221,30 +214,6 @@ def test_who_is_alone_pays_everything_also_when_it_leaves_before_the_first_token
     bill.work.engine, bill.work.prompt_tokens = "engine-1", 10
     bill.leave(alone)
     assert (alone.engine, alone.prompt_tokens) == ("engine-1", 10)
-
-
-def test_when_the_first_one_leaves_the_next_one_pays_the_rest() -> None:
-    bill = Bill()
-    first, second, third = joined(bill, 3)
-    start_work(bill)
-    bill.work.completion_tokens = 3
-    bill.leave(first)
-    bill.work.completion_tokens = 8
-    bill.leave(third)
-    bill.leave(second)
-    assert [paid(one) for one in (first, second, third)] == [(10, 3), (0, 5), (0, 0)]
-
-
-def test_who_leaves_before_the_first_token_leaves_all_of_it_to_the_next() -> None:
-    bill = Bill()
-    first, second = joined(bill, 2)
-    bill.work.engine = "engine-1"
-    bill.leave(first)
-    assert (first.engine, bill.leads(second)) == (None, True)
-    start_work(bill)
-    bill.work.completion_tokens = 2
-    bill.leave(second)
-    assert [paid(one) for one in (first, second)] == [(0, 0), (10, 2)]
 
 
 def test_what_is_a_requests_own_stays_so() -> None:

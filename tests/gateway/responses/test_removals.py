@@ -9,9 +9,8 @@ import pytest
 
 from gateway.errors import RedisDownError
 from gateway.responses.entries import About, Chosen, Entry, entry_id
-from gateway.responses.entry_stores import MemoryEntries
-from gateway.responses.exact import ExactCache
-from gateway.responses.stored_answers import KEY, LATE_S, LOOKED_AT, MAX_BYTES, Removal, RemovalEpoch, StoredAnswers
+from gateway.responses.entry_stores import KEY, MAX_BYTES, MemoryEntries, Removal, RemovalEpoch
+from gateway.responses.stored_answers import LATE_S, LOOKED_AT, StoredAnswers
 from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
@@ -91,10 +90,9 @@ class Gateway:
     def __init__(self, epoch: Epoch, shelf: Shelf | None = None, *, max_bytes: int = 1 << 24) -> None:
         self.memory = MemoryEntries(max_bytes, lambda: NOW)
         self.answers = StoredAnswers(self.memory, shelf, epoch, every_s=0.001)
-        self.exact = ExactCache(self.memory, shelf, removals=self.answers)
 
     def has(self, *entries: Entry) -> list[bool]:
-        return [self.exact.has(entry) for entry in entries]
+        return [self.answers.has(entry) for entry in entries]
 
 
 def entry(number: int, owner: str = NORTH, *, age_s: float = 100.0, model: str = "demo") -> Entry:
@@ -123,7 +121,7 @@ async def test_what_one_gateway_removed_others_have_not_after_their_next_look(ch
     here, there = Gateway(epoch), Gateway(epoch)
     entries = entry(0), entry(1, SOUTH, age_s=200.0), entry(2, model="other", age_s=50.0)
     for one in entries:
-        there.exact.keep(one)
+        there.answers.keep(one)
     chosen, left = CHOICES[choice]
     await there.answers.look()
     await here.answers.remove(chosen, NOW)
@@ -140,23 +138,15 @@ async def test_what_was_made_after_the_removal_stays() -> None:
     await here.answers.remove(Chosen(), NOW)
     anew = entry(0, age_s=-1.0)
     for one in (here, there):
-        one.exact.keep(anew)
+        one.answers.keep(anew)
         await one.answers.look()
         assert one.has(anew) == [True]
-
-
-async def test_the_one_that_is_told_has_it_no_more_at_once_and_need_not_look() -> None:
-    here, kept = Gateway(Epoch()), entry(0)
-    here.exact.keep(kept)
-    assert here.has(kept) == [True]
-    await here.answers.remove(Chosen(), NOW)
-    assert here.has(kept) == [False]
 
 
 async def test_while_it_runs_it_looks_by_itself() -> None:
     epoch = Epoch()
     here, there = Gateway(epoch), Gateway(epoch)
-    there.exact.keep(kept := entry(0))
+    there.answers.keep(kept := entry(0))
     there.answers.start()
     await here.answers.remove(Chosen(), NOW)
     await until(lambda: there.has(kept) == [False])
@@ -166,7 +156,7 @@ async def test_while_it_runs_it_looks_by_itself() -> None:
 async def test_others_have_their_turn_while_many_answers_are_looked_at() -> None:
     here, turns = Gateway(Epoch()), 0
     for number in range(4 * LOOKED_AT):
-        here.exact.keep(entry(number))
+        here.answers.keep(entry(number))
     telling = asyncio.create_task(here.answers.remove(Chosen(), NOW))
     while not telling.done():
         turns += 1
@@ -180,7 +170,7 @@ async def test_who_missed_a_removal_empties_its_memory(what: str) -> None:
     epoch = Epoch()
     here, there = Gateway(epoch), Gateway(epoch)
     await there.answers.look()
-    there.exact.keep(kept := entry(0))
+    there.answers.keep(kept := entry(0))
     match what:
         case "two":
             for _ in range(2):
@@ -192,7 +182,7 @@ async def test_who_missed_a_removal_empties_its_memory(what: str) -> None:
     await there.answers.look()
     assert there.has(kept) == [False]
     assert (there.memory.figures.emptied, there.memory.figures.entries, there.memory.figures.bytes) == (1, 0, 0)
-    there.exact.keep(kept)
+    there.answers.keep(kept)
     await there.answers.look()
     assert there.has(kept) == [True]
 
@@ -219,7 +209,7 @@ async def test_who_began_without_redis_cannot_know() -> None:
     there = Gateway(epoch)
     epoch.away = True
     await there.answers.look()
-    there.exact.keep(kept := entry(0))
+    there.answers.keep(kept := entry(0))
     epoch.away = False
     await there.answers.look()
     assert there.has(kept) == [False]
@@ -230,34 +220,34 @@ async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_aga
     there = Gateway(epoch, shelf)
     poisoned, good = entry(0), entry(1)
     for one in (poisoned, good):
-        there.exact.keep(one)
-        await there.exact.share(one)
+        there.answers.keep(one)
+        await there.answers.share(one)
     await there.answers.look()
     epoch.away = shelf.away = True
     for _ in range(3):
         await there.answers.look()
-    assert await there.exact.find(NORTH, entry(2).key) is None  # who asks notices
+    assert await there.answers.find(NORTH, entry(2).key) is None  # who asks notices
     assert there.has(poisoned, good) == [True, True]
-    assert there.exact.peek(NORTH, poisoned.key) is poisoned
+    assert there.answers.peek(NORTH, poisoned.key) is poisoned
     # Another gateway, which reaches Redis, removes one; then this one reaches it, too.
     epoch.epoch, epoch.last = epoch.epoch + 1, removal(id=poisoned.id)
     await shelf.remove(NORTH, poisoned.id)
     shelf.away = False
-    assert await there.exact.find(NORTH, entry(2).key) is None
+    assert await there.answers.find(NORTH, entry(2).key) is None
     assert there.has(poisoned, good) == [False, False]
-    assert await there.exact.find(NORTH, poisoned.key) is None
-    assert await there.exact.find(NORTH, good.key) == good
+    assert await there.answers.find(NORTH, poisoned.key) is None
+    assert await there.answers.find(NORTH, good.key) == good
     epoch.away = False
     await there.answers.look()
     assert there.has(poisoned) == [False]
-    assert there.exact.peek(NORTH, good.key) == good
+    assert there.answers.peek(NORTH, good.key) == good
 
 
 async def test_who_cannot_tell_others_says_so_and_has_it_no_more_itself() -> None:
     epoch = Epoch()
     epoch.away = True
     here = Gateway(epoch)
-    here.exact.keep(kept := entry(0))
+    here.answers.keep(kept := entry(0))
     with pytest.raises(RedisDownError):
         await here.answers.remove(Chosen(), NOW)
     assert here.has(kept) == [False]
@@ -268,7 +258,7 @@ async def test_what_redis_said_before_a_removal_is_not_kept_in_memory_after_it()
     there, kept = Gateway(epoch, shelf), entry(0)
     await shelf.put(kept)
     shelf.go = asyncio.Event()
-    asked = asyncio.create_task(there.exact.find(NORTH, kept.key))
+    asked = asyncio.create_task(there.answers.find(NORTH, kept.key))
     await until(lambda: shelf.finds == 1)
     await shelf.remove(NORTH, kept.id)
     await epoch.advance(removal())
@@ -276,15 +266,15 @@ async def test_what_redis_said_before_a_removal_is_not_kept_in_memory_after_it()
     shelf.go.set()
     assert await asked == kept  # it asked before
     assert there.has(kept) == [False]
-    assert there.exact.peek(NORTH, kept.key) is None
+    assert there.answers.peek(NORTH, kept.key) is None
 
 
 async def test_what_reaches_redis_behind_its_own_removal_is_removed_again() -> None:
     epoch, shelf = Epoch(), Shelf()
     there, kept = Gateway(epoch, shelf), entry(0, age_s=0.01)
-    there.exact.keep(kept)
+    there.answers.keep(kept)
     shelf.go = asyncio.Event()
-    sharing = asyncio.create_task(there.exact.share(kept))
+    sharing = asyncio.create_task(there.answers.share(kept))
     await asyncio.sleep(0)
     await epoch.advance(removal())
     await there.answers.look()
@@ -298,7 +288,7 @@ async def test_what_was_on_its_way_to_redis_when_it_was_removed_is_removed_at_th
     there = Gateway(epoch, shelf)
     late, early = entry(0, age_s=LATE_S / 2), entry(1, age_s=LATE_S * 2)
     for one in (late, early):
-        there.exact.keep(one)
+        there.answers.keep(one)
     await epoch.advance(removal())
     for one in (late, early):
         await shelf.put(one)  # which nobody does who keeps to time limits: only the late one is looked for
@@ -309,9 +299,9 @@ async def test_what_was_on_its_way_to_redis_when_it_was_removed_is_removed_at_th
 async def test_an_unrelated_removal_costs_others_nothing_that_is_shared() -> None:
     epoch, shelf = Epoch(), Shelf()
     there, kept = Gateway(epoch, shelf), entry(0)
-    there.exact.keep(kept)
+    there.answers.keep(kept)
     shelf.go = asyncio.Event()
-    sharing = asyncio.create_task(there.exact.share(kept))
+    sharing = asyncio.create_task(there.answers.share(kept))
     await asyncio.sleep(0)
     await epoch.advance(removal(owner=SOUTH))
     await there.answers.look()

@@ -12,11 +12,10 @@ from redis.asyncio import Redis
 
 from gateway.config import AuthSettings, ResponseCacheSettings, TenantSettings
 from gateway.responses.entries import Entry
-from gateway.responses.entry_stores import MemoryEntries, RedisEntries
-from gateway.responses.exact import ExactCache
+from gateway.responses.entry_stores import MemoryEntries, RedisEntries, RemovalEpoch
 from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
 from gateway.responses.stage import ResponseCache
-from gateway.responses.stored_answers import RemovalEpoch, StoredAnswers
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.storage.redis_calls import RedisCalls, connect
 from gateway.types import CallDelta
 from tests.fakes.gateway import Gateway, running
@@ -68,9 +67,8 @@ async def asking(*pieces: Any, redis: Redis | None = None, clock: list[float] | 
     memory = MemoryEntries(1 << 20, now)
     shared = None if redis is None else RedisEntries(RedisCalls(redis, LIMIT_S), settings, now)
     epoch = None if redis is None else RemovalEpoch(RedisCalls(redis, LIMIT_S))
-    answers = StoredAnswers(memory, shared, epoch, every_s=settings.removals_s)
-    exact = ExactCache(memory, shared, memory_s=settings.memory_s, removals=answers)
-    cache = ResponseCache(settings, {}, exact, None, now)
+    answers = StoredAnswers(memory, shared, epoch, memory_s=settings.memory_s, every_s=settings.removals_s)
+    cache = ResponseCache(settings, {}, answers, None, now)
     pipeline = FakePipeline(pieces or ("Hello", " world"), responses=cache)
     auth = AuthSettings(admin_keys=("admin-key-1",), admin_content=True)
     async with running(pipeline, auth=auth, tenants=TENANTS, answers=answers, now=now) as gateway:
@@ -154,40 +152,8 @@ async def test_what_one_gateway_remembers_another_one_lists_shows_and_removes(re
     await redis.aclose()
 
 
-async def test_an_answer_that_redis_gave_up_is_not_given_from_memory_for_ever(redis_url: str) -> None:
-    redis, clock = connect(redis_url, LIMIT_S), [time.time()]
-    async with asking(redis=redis, clock=clock) as here:
-        _, name = await here.ask("one")
-        await until(lambda: there_is(redis, name))
-        await redis.delete(f"kvasir:{{answers:tenant:north}}:{name}")
-        assert (await here.ask("one"))[0] == "exact"
-        clock[0] += ResponseCacheSettings().memory_s + 1
-        assert (await here.ask("one"))[0] == "miss"
-    await redis.aclose()
-
-
 async def there_is(redis: Redis, name: str, tenant: str = "north") -> bool:
     return await redis.exists(f"kvasir:{{answers:tenant:{tenant}}}:{name}") == 1
-
-
-async def test_by_itself_a_gateway_hears_of_what_another_one_removed(redis_url: str) -> None:
-    redis, clock = connect(redis_url, LIMIT_S), [time.time()]
-    async with asking(redis=redis, clock=clock) as here, asking(redis=redis, clock=clock) as there:
-        _, name = await here.ask("one")
-        await until(lambda: there_is(redis, name))
-        here.answers.start()
-        try:
-            clock[0] += 1
-            assert await there.invalidate(model="demo") == 1
-            clock[0] += 1  # what is made from now on is another answer
-            await until(lambda: misses(here))
-        finally:
-            await here.answers.close()
-    await redis.aclose()
-
-
-async def misses(here: Asking) -> bool:
-    return (await here.ask("one"))[0] == "miss"
 
 
 async def test_what_cannot_be_removed_everywhere_is_not_said_to_be(own_redis: RedisProcess) -> None:

@@ -18,9 +18,9 @@ from gateway.config import ResponseCacheSettings
 from gateway.errors import DeadlineError, KvasirError, UpstreamLostError, UpstreamsAwayError, UpstreamTimeoutError
 from gateway.responses.base import Query
 from gateway.responses.entry_stores import MemoryEntries
-from gateway.responses.exact import ExactCache
 from gateway.responses.recording import Form, UpstreamRecording, encode_upstream
 from gateway.responses.stage import Figures, ResponseCache
+from gateway.responses.stored_answers import StoredAnswers
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.types import Hit, Reuse, Tenant, UpstreamAnswer, UpstreamRequest
 from tests.fakes.tuned import tuned
@@ -88,7 +88,7 @@ class Stub:
 
 def remembered(stub: Stub, **options: Any) -> tuple[RememberedUpstreams, Figures]:
     settings = tuned(ResponseCacheSettings, **{"upstreams": "on", **options})
-    exact = ExactCache(MemoryEntries(1 << 20, time.time), None)
+    exact = StoredAnswers(MemoryEntries(1 << 20, time.time), None)
     cache = ResponseCache(settings, {}, exact, None, time.time)
     return RememberedUpstreams(stub, REPLAYS, cache), cache.figures
 
@@ -187,13 +187,12 @@ async def test_requests_for_other_forms_of_an_answer_share_no_flight(
 @pytest.mark.parametrize(
     "other", [{"lane": "batch"}, {"reuse": Reuse(ttl_s=5.0)}, {"reuse": Reuse(asked=True)}, {"tenant": Tenant("b")}]
 )
-@pytest.mark.parametrize("streamed", [{}, STREAMED])
 async def test_who_waits_in_another_lane_or_wants_it_kept_otherwise_shares_no_flight(
-    other: dict[str, Any], streamed: dict[str, Any]
+    other: dict[str, Any],
 ) -> None:
     stub = Stub()
     upstreams, figures = remembered(stub)
-    reading = await begin(upstreams, ask(**streamed), replace(ask(), **other))
+    reading = await begin(upstreams, ask(), replace(ask(), **other))
     stub.may.set()
     await asyncio.gather(*reading)
     assert (stub.asked, figures.outcomes) == (2, {"miss": 2})
@@ -230,15 +229,6 @@ async def test_upstreams_that_cannot_be_asked_are_asked_once_for_all_who_joined(
     stub.may.set()
     assert await asyncio.gather(*reading, return_exceptions=True) == [error] * 8
     assert stub.asked == 1
-
-
-async def test_requests_that_joined_ask_again_where_only_the_leaders_time_was_over() -> None:
-    stub = Stub(error=UpstreamTimeoutError("slow"))
-    upstreams, _ = remembered(stub)
-    leader, *others = await begin(upstreams, replace(ask(), deadline_s=0.0), *(ask() for _ in range(3)))
-    stub.may.set()
-    assert await asyncio.gather(leader, *others, return_exceptions=True) == [stub.error] * 4
-    assert stub.asked == 2
 
 
 @pytest.mark.parametrize(("room", "outcomes"), [(0, {"miss": 1, "exact": 1}), (-1, {"miss": 2})])

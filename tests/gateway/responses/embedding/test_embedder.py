@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -56,40 +55,6 @@ async def test_vectors_come_in_the_order_of_their_texts(model: FakeTextModel) ->
     assert floats(vectors) == [[9, 8, 7], [5], [6, 6], [4, 4, 4, 4]]
     assert embedder.stats.texts == 4
     assert embedder.waiting_tokens == 0
-
-
-async def test_requests_that_wait_are_computed_together_and_take_turns(model: FakeTextModel) -> None:
-    embedder = fake_embedder(model, batch_tokens=6)
-    model.hold()
-    first = asyncio.create_task(embedder.embed(texts((1,)), soon(), tenant="north"))
-    await begun(model)
-    long = asyncio.create_task(embedder.embed(texts((2, 2), (3, 3), (4, 4), (5, 5)), soon(), tenant="north"))
-    await queued(embedder, 8)
-    short = asyncio.create_task(embedder.embed(texts((6, 6)), soon(), tenant="north"))
-    await queued(embedder, 10)
-    model.go_on()
-    assert floats(await short) == [[6, 6]]
-    assert floats(await long) == [[2, 2], [3, 3], [4, 4], [5, 5]]
-    await first
-    assert model.batches == [[(1,)], [(2, 2), (6, 6), (3, 3)], [(4, 4), (5, 5)]]
-
-
-async def test_a_text_longer_than_a_batch_is_one_of_its_own(model: FakeTextModel) -> None:
-    embedder = fake_embedder(model, batch_tokens=2)
-    await embedder.embed(texts((1, 1, 1), (2,), (3,)), soon(), tenant="north")
-    assert model.batches == [[(2,), (3,)], [(1, 1, 1)]]
-
-
-async def test_as_many_batches_run_as_there_are_threads(model: FakeTextModel) -> None:
-    embedder = fake_embedder(model, batch_tokens=1, threads=2)
-    model.hold()
-    task = asyncio.create_task(embedder.embed(texts((1,), (2,), (3,)), soon(), tenant="north"))
-    await begun(model)
-    await begun(model)
-    assert len(model.batches) == 2
-    model.go_on()
-    await task
-    assert len(model.batches) == 3
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_again(model: FakeTextModel) -> None:
@@ -282,16 +247,3 @@ def test_whatever_comes_and_leaves_every_text_is_computed_once_at_most(
         embedder.close()
 
     asyncio.run(work())
-
-
-async def test_fifty_requests_at_once_get_the_vectors_that_each_gets_alone() -> None:
-    sentences = [f"Request {number} asks about {'prefixes and blocks ' * (number % 7)}." for number in range(50)]
-    async with asyncio.timeout(60):
-        embedder = Embedder(EmbeddingSettings())
-        wanted = [EmbeddingInput(tokens, 384) for tokens in await embedder.tokens(sentences)]
-        alone = [await embedder.embed([one], soon(), tenant="north") for one in wanted]
-        assert embedder.stats.batches == 50
-        together = await asyncio.gather(*(embedder.embed([one], soon() + 60, tenant="north") for one in wanted))
-    assert embedder.stats.batches < 70
-    for one, other in zip(alone, together, strict=True):
-        assert np.abs(np.frombuffer(one[0], "<f4") - np.frombuffer(other[0], "<f4")).max() < 1e-6

@@ -201,7 +201,7 @@ async def test_answers_whose_bytes_are_gone_are_asked_for_again() -> None:
     await one.ask(FIRST)
     one.now += 3599.0
     assert one.exact is not None
-    memory = one.exact._memory
+    memory = one.exact.memory
     (entry,) = memory
     assert memory.delete(entry.owner, entry.id)
     assert (await one.ask(SECOND))[1] == "miss"
