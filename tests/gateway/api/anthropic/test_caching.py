@@ -49,11 +49,6 @@ def refusal(*messages: Any, **fields: Any) -> str:
     return str(error_json(refused.value, "")["error"]["message"])
 
 
-def test_a_request_without_controls_asks_for_nothing() -> None:
-    assert markers(user(text("a"))) == ()
-    assert asked(user(text("a"))).caching.places == ()
-
-
 def test_every_kind_of_block_has_its_place() -> None:
     call = {"type": "tool_use", "id": "1", "name": "f", "input": {}, **MARK}
     result = {"type": "tool_result", "tool_use_id": "1", "content": "done", **MARK}
@@ -155,10 +150,6 @@ def test_a_time_that_the_operator_does_not_allow_is_refused() -> None:
         parse_message(body, "2026-10-21", AnthropicSettings(), LeaseSettings(ttls=("5m", "30m"), default_ttl="5m"))
     told = error_json(refused.value, "")["error"]["message"]
     assert told == "messages.0.content.0.cache_control.ttl: this server keeps nothing for 1h (leases.ttls: 5m, 30m)"
-
-
-def test_four_marked_blocks_and_an_automatic_control_on_one_of_them_are_four() -> None:
-    assert len(markers(user(*[text("a", **MARK)] * 4), cache_control=MARK["cache_control"])) == 4
 
 
 def places(*messages: Any, settings: AnthropicSettings | None = None, **fields: Any) -> list[tuple[int, int]]:

@@ -62,22 +62,6 @@ def same(answer: Any) -> Any:
     return told
 
 
-async def test_raw_events_and_text_stream() -> None:
-    async with running() as gateway, gateway.anthropic() as client:
-        events = [event.type async for event in await client.messages.create(**ASKED, stream=True)]
-        async with client.messages.stream(**ASKED) as stream:
-            assert [text async for text in stream.text_stream] == ["Hello", " world"]
-    assert events == [
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-    ]
-
-
 async def test_counting() -> None:
     async with running() as gateway, gateway.anthropic() as client:
         counted = await client.messages.count_tokens(model="demo", messages=ASKED["messages"], system="x")
@@ -97,22 +81,6 @@ async def test_a_parsed_answer() -> None:
     constraint = gateway.pipeline.requests[0].constraint
     assert constraint is not None
     assert constraint.grammar.kind == "json_schema"
-
-
-async def test_prewarming_generates_nothing() -> None:
-    async with running() as gateway, gateway.anthropic() as client:
-        answer = await client.messages.create(**ASKED | {"max_tokens": 0})
-    assert (answer.content, answer.stop_reason, answer.usage.output_tokens) == ([], "max_tokens", 0)
-    assert gateway.pipeline.requests[0].prewarm
-
-
-async def test_sampling_parameters_need_the_older_version() -> None:
-    async with running() as gateway, gateway.anthropic() as client:
-        with pytest.raises(anthropic.BadRequestError, match="temperature: Extra inputs are not permitted"):
-            await client.messages.create(**ASKED, extra_body={"temperature": 0})
-        older = {"anthropic-version": "2023-06-01"}
-        await client.messages.create(**ASKED, extra_body={"temperature": 0}, extra_headers=older)
-    assert gateway.pipeline.sampling.temperature == 0
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,6 @@ def test_the_fast_path_of_plain_turns_reads_as_the_slow_one_does(role: str) -> N
     assert contents(plain, "contents") == [content(plain, "contents[0]")]
 
 
-def test_turns_of_a_user_stay_apart() -> None:
-    assert [one["content"] for one in messages(text("user", "a"), text("user", "b"))] == ["a", "b"]
-
-
 def test_calls_and_responses_get_ids_in_their_order() -> None:
     told = messages(
         {"role": "model", "parts": [{"text": "Let me see."}, called("f"), called("f"), called("g", id="mine")]},

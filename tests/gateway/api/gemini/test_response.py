@@ -57,28 +57,6 @@ async def test_answers_are_written_as_the_transcripts_say(scene: str, form: str)
     assert_golden(f"gemini/{scene}.{form}.txt", written)
 
 
-@pytest.mark.parametrize("scene", SCENES)
-async def test_a_stream_joined_is_the_whole_answer(scene: str) -> None:
-    pipeline, config = SCENES[scene]
-    body = {**HI, "generationConfig": config}
-    async with running(pipeline) as gateway:
-        _, whole, _ = await gateway.post("/v1/models/demo:generateContent", body)
-        _, array, _ = await gateway.post("/v1/models/demo:streamGenerateContent", body)
-        sse = await gateway.transcript("/v1/models/demo:streamGenerateContent?alt=sse", body)
-    events = [json.loads(event.removeprefix("data: ")) for event in sse.rstrip().split("\n\n")]
-    (candidate,) = whole["candidates"]
-    for pieces in (array, events):
-        parts = [part for piece in pieces for part in piece["candidates"][0]["content"]["parts"]]
-        said = "".join(part.get("text", "") for part in parts)
-        assert said == "".join(part.get("text", "") for part in candidate["content"]["parts"])
-        calls = [part for part in parts if "functionCall" in part]
-        assert calls == [part for part in candidate["content"]["parts"] if "functionCall" in part]
-        assert ["finishReason" in piece["candidates"][0] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-        assert pieces[-1]["candidates"][0]["finishReason"] == candidate["finishReason"]
-        assert pieces[-1]["usageMetadata"] == whole["usageMetadata"]
-        assert len({piece["responseId"] for piece in pieces}) == 1
-
-
 @pytest.mark.parametrize("reason", ["stop", "length"])
 async def test_several_candidates_are_told_apart_and_the_last_one_brings_the_usage(reason: FinishReason) -> None:
     async with running(FakePipeline(reason=reason)) as gateway:

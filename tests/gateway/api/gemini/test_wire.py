@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.api.gemini.wire import duration
+from gateway.api.gemini.wire import duration, duration_s, page, timestamp, timestamp_s
 from gateway.config import ServerSettings, TenantSettings
-from gateway.errors import EngineLostError, KvasirError, NoEngineError, QueueFullError
+from gateway.errors import BadRequestError, EngineLostError, KvasirError, NoEngineError, QueueFullError
 from tests.fakes.gateway import running
 from tests.fakes.pipeline import FakeModels, FakePipeline
 
@@ -142,6 +145,86 @@ async def test_a_model_whose_engines_are_away_is_listed_without_limits() -> None
         assert "inputTokenLimit" not in model
 
 
-@pytest.mark.parametrize(("seconds", "written"), [(2.0, "2s"), (0.25, "0.25s"), (1e-9, "0.000000001s"), (60, "60s")])
-def test_durations(seconds: float, written: str) -> None:
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [("3.5s", 3.5), ("300s", 300), ("0.000000001s", 1e-9), ("-1s", -1), ("0s", 0)]
+)
+def test_durations_are_seconds_that_end_with_s(written: str, seconds: float) -> None:
+    assert duration_s(written, "ttl") == seconds
     assert duration(seconds) == written
+
+
+@pytest.mark.parametrize("written", ["300", "5m", "1.0000000001s", ".5s", "1e3s", "s", "٣s", "9" * 13 + "s", 300, None])
+def test_what_is_no_duration_is_refused(written: object) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        duration_s(written, "ttl")
+    assert refused.value.param == "ttl"
+
+
+TEN = datetime(2026, 11, 21, 10, tzinfo=UTC).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("2026-11-21T10:00:00Z", TEN),
+        ("2026-11-21t10:00:00z", TEN),
+        ("2026-11-21T10:00:00+00:00", TEN),
+        ("2026-11-21T12:30:00+02:30", TEN),
+        ("2026-11-21T10:00:00.25Z", TEN + 0.25),
+        ("2026-11-21T10:00:00.250000000Z", TEN + 0.25),
+    ],
+)
+def test_timestamps_are_rfc_3339(written: str, seconds: float) -> None:
+    assert timestamp_s(written, "expireTime") == seconds
+
+
+@pytest.mark.parametrize("written", ["2026-11-21", "2026-11-21T10:00:00", "2026-13-21T10:00:00Z", "soon", 5, ""])
+def test_what_is_no_timestamp_is_refused(written: object) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        timestamp_s(written, "expireTime")
+    assert refused.value.param == "expireTime"
+
+
+def test_a_timestamp_is_written_in_utc() -> None:
+    assert timestamp(TEN + 0.25) == "2026-11-21T10:00:00.250000Z"
+    assert timestamp_s(timestamp(TEN + 0.25), "x") == TEN + 0.25
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=5), st.integers(), max_size=30), st.integers(1, 10))
+def test_all_pages_together_are_all_items_once(items: dict[str, int], size: int) -> None:
+    found: list[tuple[str, int]] = []
+    query = {"pageSize": str(size)}
+    while True:
+        shown, token = page(items, query)
+        found += shown
+        if not token:
+            break
+        assert len(shown) == size
+        query["pageToken"] = token
+    assert found == sorted(items.items())
+
+
+def test_an_item_that_went_away_ends_no_walk() -> None:
+    items = dict.fromkeys("abcd", 0)
+    _, token = page(items, {"pageSize": "2"})
+    del items["b"]
+    assert [key for key, _ in page(items, {"pageToken": token})[0]] == ["c", "d"]
+
+
+@pytest.mark.parametrize("query", [{"pageSize": "-1"}, {"pageSize": "x"}, {"pageToken": "?"}, {"pageToken": "_w=="}])
+def test_a_size_or_token_that_is_none_is_refused(query: dict[str, str]) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        page({}, query)
+    assert refused.value.param in query
+
+
+def test_a_page_has_at_most_a_thousand_items_and_fifty_without_a_size() -> None:
+    items = {f"{number:05d}": 0 for number in range(2000)}
+    sizes = [len(page(items, query)[0]) for query in ({"pageSize": "5000"}, {"pageSize": "0"}, {})]
+    assert sizes == [1000, 50, 50]
