@@ -64,8 +64,8 @@ def page(files: list[StoredFile], query: MultiMapping[str]) -> dict[str, Any]:
         return _list_json([stored for stored in newest_first if stored.id in ids], has_more=False)
     limit, cursor = values.get("limit", DEFAULT_LIMIT), values.get("page")
     if "after_id" in values or "before_id" in values:
-        on_page = read_page(query, [PREFIX + stored.id for stored in newest_first])
-        return _list_json([one for one in newest_first if PREFIX + one.id in on_page.ids], on_page.has_more)
+        on_page, has_more = read_page(query, [PREFIX + stored.id for stored in newest_first])
+        return _list_json([one for one in newest_first if PREFIX + one.id in on_page], has_more)
     if cursor is not None:
         if not cursor.startswith(PAGE_PREFIX):
             raise invalid("page", "it is no `next_page` of this list")

@@ -18,7 +18,7 @@ from gateway.api.anthropic.wire import ANTHROPIC, MODELS, VERSIONS, Version, rea
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.lines import Endpoint, generating
 from gateway.api.record import BODY, RECORD, TENANT, Record
-from gateway.api.replies import reply_json
+from gateway.api.replies import page_json, reply_json
 from gateway.api.tiers import grant
 from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import ModelNotFoundError
@@ -110,10 +110,9 @@ class Anthropic:
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models, newest first"""
         models = sorted(self.answering.passthrough.models(http[RECORD]).items(), key=lambda item: (-item[1], item[0]))
-        page = read_page(http.query, [name for name, _ in models])
+        names, has_more = read_page(http.query, [name for name, _ in models])
         created = dict(models)
-        data = [self._model(name, created[name]) for name in page.ids]
-        return reply_json(page.body(data))
+        return reply_json(page_json([self._model(name, created[name]) for name in names], has_more=has_more))
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}"""

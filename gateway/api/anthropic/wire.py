@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, cast
 
@@ -152,25 +151,9 @@ ANTHROPIC = Dialect(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """The ids of one page; `has_more` in the direction in which the client goes."""
-
-    ids: Sequence[str]
-    has_more: bool
-
-    def body(self, data: list[dict[str, Any]]) -> dict[str, Any]:
-        """`data` are the objects of the ids."""
-        return {
-            "data": data,
-            "has_more": self.has_more,
-            "first_id": self.ids[0] if self.ids else None,
-            "last_id": self.ids[-1] if self.ids else None,
-        }
-
-
-def read_page(query: MultiMapping[str], ids: Sequence[str]) -> Page:
-    """The page of `ids` that the query asks for. All are active. Raises BadRequestError with the parameter's name."""
+def read_page(query: MultiMapping[str], ids: Sequence[str]) -> tuple[Sequence[str], bool]:
+    """The page of `ids` that the query asks for, and whether there are more in its direction. All are active. Raises
+    BadRequestError with the parameter's name."""
     wanted = [item for key in ("lifecycle", "lifecycle[]") for item in query.getall(key, [])]
     stages = {_lifecycle(stage, "lifecycle") for stage in wanted}
     if stages and "active" not in stages:
@@ -182,9 +165,9 @@ def read_page(query: MultiMapping[str], ids: Sequence[str]) -> Page:
     if before is not None:
         end = _place(ids, before, "before_id")
         start = max(0, end - limit)
-        return Page(ids[start:end], start > 0)
+        return ids[start:end], start > 0
     start = 0 if after is None else _place(ids, after, "after_id") + 1
-    return Page(ids[start : start + limit], len(ids) > start + limit)
+    return ids[start : start + limit], len(ids) > start + limit
 
 
 def _place(ids: Sequence[str], one: str, name: str) -> int:

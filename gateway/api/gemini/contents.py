@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import orjson
 
@@ -44,25 +43,19 @@ _NO_MEDIA: Final = "Only text is understood by this model."
 _NO_CODE: Final = "Code is not executed here."
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionCall:
+class Function(NamedTuple):
+    """A function call, or the response to one. `data` are its arguments, or what it returned."""
+
+    kind: Literal["functionCall", "functionResponse"]
     name: str
-    args: dict[str, Any]
-    id: str | None = None
+    data: dict[str, Any]
+    id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionResponse:
-    name: str
-    response: dict[str, Any]
-    id: str | None = None
+Part = str | Function
 
 
-Part = str | FunctionCall | FunctionResponse
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """One turn."""
 
     role: str
@@ -121,15 +114,15 @@ def _part(value: Any, path: str) -> Part | None:
         raise invalid(path, f"exactly one of {', '.join(_DATA)} is expected")
     if fields.get("thought"):
         return None
-    if data == ["text"]:
+    (kind,) = data
+    if kind == "text":
         text: str = fields["text"]
         return text
-    inner = fields[data[0]]
+    inner = fields[kind]
     if not inner.get("name"):
-        raise invalid(f"{path}.{data[0]}.name", "it is missing or empty")
-    if data == ["functionCall"]:
-        return FunctionCall(inner["name"], inner.get("args", {}), inner.get("id") or None)
-    return FunctionResponse(inner["name"], inner.get("response", {}), inner.get("id") or None)
+        raise invalid(f"{path}.{kind}.name", "it is missing or empty")
+    inside = inner.get("args" if kind == "functionCall" else "response", {})
+    return Function(kind, inner["name"], inside, inner.get("id") or None)
 
 
 CONTENT: Final = table(
@@ -148,7 +141,7 @@ def content(value: Any, path: str) -> Content:
     if not fields.get("parts"):
         raise invalid(f"{path}.parts", "one part or more is expected")
     for index, part in enumerate(fields["parts"]):
-        if isinstance(part, FunctionResponse) if role == "model" else isinstance(part, FunctionCall):
+        if isinstance(part, Function) and (part.kind == "functionCall") != (role == "model"):
             raise invalid(f"{path}.parts[{index}]", f"a content of '{role}' has no such part")
     return Content(role, tuple(part for part in fields["parts"] if part is not None))
 
@@ -160,7 +153,7 @@ def instruction(value: Any, path: str) -> str:
         return value
     parts = read(value, CONTENT, path).get("parts", [])
     for index, part in enumerate(parts):
-        if isinstance(part, FunctionCall | FunctionResponse):
+        if isinstance(part, Function):
             raise invalid(f"{path}.parts[{index}]", "a system instruction is text")
     return "".join(part for part in parts if isinstance(part, str))
 
@@ -193,13 +186,10 @@ def to_messages(system: str | None, turns: Iterable[Content]) -> list[Message]:
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     calls = _Calls()
     for turn in turns:
-        if turn.role == "model":
-            _answer(messages, turn.parts, calls)
-        else:
-            messages += _question(turn.parts, calls)
-    for turned in messages:
-        if turned["role"] == "assistant":
-            turned["content"] = "".join(turned["content"])
+        (_answer if turn.role == "model" else _question)(messages, turn.parts, calls)
+    for one in messages:
+        if type(one["content"]) is list:
+            one["content"] = "".join(one["content"])
     return messages
 
 
@@ -213,7 +203,7 @@ class _Calls:
         self._by_function: defaultdict[str, deque[int]] = defaultdict(deque)
         self._open: dict[int, str] = {}  # number -> id
 
-    def made(self, call: FunctionCall) -> str:
+    def made(self, call: Function) -> str:
         self._number += 1
         name = call.id or f"call{self._number:05d}"  # nine characters, as the templates of Mistral want
         self._open[self._number] = name
@@ -221,7 +211,7 @@ class _Calls:
         self._by_function[call.name].append(self._number)
         return name
 
-    def answered(self, response: FunctionResponse) -> str | None:
+    def answered(self, response: Function) -> str | None:
         calls = self._by_id[response.id] if response.id else self._by_function[response.name]
         while calls:
             if (name := self._open.pop(calls.popleft(), None)) is not None:
@@ -230,33 +220,31 @@ class _Calls:
 
 
 def _answer(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> None:
-    """Puts a turn of the model behind the messages, its texts as a list; one of thoughts alone is none."""
+    """Adds a turn of the model, its texts as a list; one of thoughts alone is none."""
     if not parts:
         return
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
     message = messages[-1]
     for part in parts:
-        if isinstance(part, FunctionCall):
-            function = {"name": part.name, "arguments": part.args}
+        if isinstance(part, str):
+            message["content"].append(part)
+        else:
+            function = {"name": part.name, "arguments": part.data}
             call = {"id": calls.made(part), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
-        elif isinstance(part, str):
-            message["content"].append(part)
 
 
-def _question(parts: Sequence[Part], calls: _Calls) -> list[Message]:
-    messages: list[Message] = []
-    texts: list[str] = []  # of the message that is not among them yet
-    for part in (*parts, None):
-        if texts and not isinstance(part, str):
-            messages.append({"role": "user", "content": "".join(texts)})
-            texts = []
-        if isinstance(part, FunctionResponse):
-            tool: Message = {"role": "tool", "content": orjson.dumps(part.response).decode(), "name": part.name}
-            if (name := calls.answered(part)) is not None:
-                tool["tool_call_id"] = name
-            messages.append(tool)
-        elif isinstance(part, str):
-            texts.append(part)
-    return messages
+def _question(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> None:
+    """Adds a turn of a user: texts that follow each other are one message, as a list, and each response is one."""
+    begin = len(messages)
+    for part in parts:
+        if isinstance(part, str):
+            if len(messages) == begin or messages[-1]["role"] != "user":
+                messages.append({"role": "user", "content": []})
+            messages[-1]["content"].append(part)
+            continue
+        tool: Message = {"role": "tool", "content": orjson.dumps(part.data).decode(), "name": part.name}
+        if (name := calls.answered(part)) is not None:
+            tool["tool_call_id"] = name
+        messages.append(tool)
