@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from pydantic_core import from_json
+
 from gateway.api.fields import Check, an_object, array_too_long, choice, invalid, made, shown, takes, text
 from gateway.api.unknown_fields import leave_out
 from gateway.errors import UnsupportedError
@@ -57,6 +59,15 @@ def tool_parameters(value: Any, path: str) -> dict[str, Any]:
         why = "the arguments of a function are an object"
         raise invalid(f"{path}.type", why, code="invalid_function_parameters")
     return dict(value)
+
+
+def read_arguments(written: str) -> dict[str, Any]:
+    """The arguments of a call, which may be cut in the middle. Empty for what is no object."""
+    try:
+        read = from_json(written, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return read if type(read) is dict else {}
 
 
 def mode_or(check: Check[ToolChoice], *modes: str) -> Check[ToolChoice]:

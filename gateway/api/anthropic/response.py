@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
 import orjson
-from pydantic_core import from_json
 
 from gateway.api.answering import AnswerShape
 from gateway.api.anthropic.caching import Cached
-from gateway.api.anthropic.wire import error_json
+from gateway.api.anthropic.wire import error_json, time_text
 from gateway.api.replies import Answer, Stamp, event, json_text, new_id
+from gateway.api.tools import read_arguments
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
 
@@ -32,31 +31,12 @@ _PING: Final = event("ping", {"type": "ping"})
 _MESSAGE_STOP: Final = event("message_stop", {"type": "message_stop"})
 
 
-def usage_json(usage: Usage, cached: Cached, lease: str | None, service_tier: ServiceTier) -> dict[str, Any]:
-    """`input_tokens` are those that were neither read from the cache nor written to it.
-
-    `cache_lease` is ours, and there only when the request has breakpoints.
-    """
-    return {
-        "input_tokens": usage.prompt_tokens - cached.read - cached.written,
-        "cache_creation_input_tokens": cached.written,
-        "cache_read_input_tokens": cached.read,
-        "cache_creation": {
-            "ephemeral_5m_input_tokens": cached.written_5m,
-            "ephemeral_1h_input_tokens": cached.written_1h,
-        },
-        "output_tokens": usage.completion_tokens,
-        "service_tier": service_tier,
-        **({} if lease is None else {"cache_lease": lease}),
-    }
-
-
 class MessageShape(AnswerShape):
     """One message. `max_tokens` are those that the client asked for. `cached`, `lease`, which is `kept` or
     `degraded`, and `more`, fields of the message, are filled in before the first byte is written."""
 
     def __init__(self, model: str, request_id: str, max_tokens: int, *, service_tier: ServiceTier = "standard") -> None:
-        self.message_id: Final = _new_id()
+        self.message_id: Final = f"msg_{secrets.token_hex(16)}"
         self.cached = Cached()
         self.lease: str | None = None
         self.more: dict[str, Any] = {}
@@ -76,7 +56,7 @@ class MessageShape(AnswerShape):
         """The answer to a request that does not stream."""
         (answer,) = answers
         content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
-        content += [{**_tool_use(call.name), "input": _input(call.arguments)} for call in answer.calls]
+        content += [{**_tool_use(call.name), "input": read_arguments(call.arguments)} for call in answer.calls]
         end = _end(answer.reason, answer.stop, usage, self._max_tokens)
         return orjson.dumps({**self._message(content), **end, "usage": self._usage(usage)})
 
@@ -114,7 +94,21 @@ class MessageShape(AnswerShape):
         return event("error", error_json(error, self._request_id))
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        return usage_json(usage, self.cached, self.lease, self._service_tier)
+        """`input_tokens` were neither read from the cache nor written to it. `cache_lease` is ours, and there only when
+        the request has breakpoints."""
+        cached = self.cached
+        return {
+            "input_tokens": usage.prompt_tokens - cached.read - cached.written,
+            "cache_creation_input_tokens": cached.written,
+            "cache_read_input_tokens": cached.read,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": cached.written_5m,
+                "ephemeral_1h_input_tokens": cached.written_1h,
+            },
+            "output_tokens": usage.completion_tokens,
+            "service_tier": self._service_tier,
+            **({} if self.lease is None else {"cache_lease": self.lease}),
+        }
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -144,21 +138,8 @@ class MessageShape(AnswerShape):
         return b'%b{"type":"input_json_delta","partial_json":%b}}\n\n' % (self._head, json_text(written))
 
 
-def _new_id() -> str:
-    return f"msg_{secrets.token_hex(16)}"
-
-
 def _tool_use(name: str) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name}
-
-
-def _input(arguments: str) -> Any:
-    """As far as it was written: an answer may be cut in the middle of a call."""
-    try:
-        read = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        return {}
-    return read if type(read) is dict else {}
 
 
 def _end(reason: FinishReason, stop: str | None, usage: Usage, max_tokens: int) -> dict[str, Any]:
@@ -175,7 +156,7 @@ def model_json(model: str, created: int, context_tokens: int | None) -> dict[str
         "type": "model",
         "id": model,
         "display_name": model,
-        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "created_at": time_text(created),
         "lifecycle": "active",
         "max_input_tokens": context_tokens,
         "max_tokens": context_tokens,

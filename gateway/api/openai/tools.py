@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 import orjson
-from pydantic_core import from_json
 
 from gateway.api.fields import (
     Check,
@@ -34,6 +33,7 @@ from gateway.api.tools import (
     check_together,
     leave_out_tool,
     mode_or,
+    read_arguments,
     tool_name,
     tool_parameters,
     use_of,
@@ -248,15 +248,6 @@ def arguments_of(text: str) -> str:
 def input_of(written: str) -> str:
     """The input of a call with these arguments, which may be cut; empty without one."""
     return as_text(read_arguments(written).get("input", ""))
-
-
-def read_arguments(written: str) -> dict[str, Any]:
-    """The arguments of a call, which may be cut in the middle. Empty for what is no object."""
-    try:
-        read = from_json(written, allow_partial="trailing-strings")
-    except ValueError:
-        return {}
-    return read if type(read) is dict else {}
 
 
 def as_text(value: Any) -> str:

@@ -33,12 +33,11 @@ from gateway.api.openai.tools import (
     flat,
     input_of,
     offered,
-    read_arguments,
     read_custom,
     read_function,
     tool_kinds,
 )
-from gateway.api.tools import MAX_TOOLS, check_together, tool_name
+from gateway.api.tools import MAX_TOOLS, check_together, read_arguments, tool_name
 from gateway.errors import BadRequestError, UnsupportedError
 from gateway.types import Tool
 
