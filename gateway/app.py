@@ -40,7 +40,6 @@ from gateway.limits.limits import TenantLimits
 from gateway.logs import lost_lines
 from gateway.pipeline import Pipeline
 from gateway.prompt.stage import PromptStage
-from gateway.queues.batch.lane import BatchLane
 from gateway.queues.slots import SlotQueue
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries, RemovalEpoch
@@ -96,7 +95,10 @@ class Gateway:
         # A connection of its own: what is asked about jobs may take longer than what a request waits for.
         timeout_s = settings.batches.redis_timeout_s
         self.batch_redis = connect(self.redis_url, timeout_s) if self.redis_url and self.redis is not None else None
-        self.batches = BatchLane(self.batch_redis, jobs_folder, self.files, settings.batches, time.time, self.breaker)
+        batches = settings.batches
+        stores = open_stores(self.batch_redis, jobs_folder, self.files, batches, time.time, self.breaker)
+        self.batches = BatchStore(stores)
+        self.batch_worker: Worker | None = None  # once the routes are there
         self.registry = Registry(
             self._connect,
             retry_after_s=RETRY_AFTER_S,
@@ -159,7 +161,7 @@ class Gateway:
             fingerprints=self._bytes("fingerprints", self.settings.anthropic.fingerprints),
             contents=self.contents,
             files=self.files,
-            jobs=self.batches.store,
+            jobs=self.batches,
             now=time.time,
             answers=self.answers,
             limits=self.limits,
@@ -176,7 +178,7 @@ class Gateway:
                 limits=self.limits.figures,
                 response_cache=self.response_cache.stats,
                 redis=self._redis_figures,
-                batches=self.batches.figures,
+                batches=lambda: self.batch_worker.figures() if self.batch_worker else {},
                 lost_lines=lost_lines,
                 malformed=lambda: MALFORMED.counts,
                 draining=lambda: self.draining,

@@ -24,6 +24,7 @@ from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway, upstream_keys, upstream_proxies
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses, EngineStartError
+from gateway.queues.batch.worker import Worker
 from gateway.redis_server import RedisServer, RedisStartError
 from gateway.storage.redis_calls import connect, warn_of_eviction
 from gateway.tasks import share_interpreter
@@ -89,7 +90,7 @@ async def serve(
             gateway.registry.add(url)
         _start(gateway)
         await _first_engines(gateway, stop)
-        worker = gateway.batches.worker(app[RUNNER])
+        worker = gateway.batch_worker = Worker(gateway.batches.stores, app[RUNNER], gateway.batches.changed)
         stack.push_async_callback(worker.close)
         worker.start()
         # 4. Serve. What was imported and loaded by now is not looked through again by the collector of cycles, which

@@ -1,4 +1,4 @@
-"""The promises of queues/batch/jobs.py over both stores."""
+"""The promises of queues/batch/jobs.py in both stores."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from redis.asyncio import Redis
 from gateway.config import BatchSettings
 from gateway.errors import QuotaError
 from gateway.queues.batch.base import Counts, Job, JobError
-from gateway.queues.batch.jobs import Jobs, MemoryJobs
+from gateway.queues.batch.jobs import MemoryJobs
 from gateway.queues.batch.redis_jobs import PREFIX, RedisJobs, RedisScripts
 from gateway.types import Usage
 from tests.fakes.tuned import tuned
 
+Jobs = MemoryJobs | RedisJobs
 LIMITS = tuned(BatchSettings, max_jobs=3, max_waiting_lines=10, max_kept=3)
 
 

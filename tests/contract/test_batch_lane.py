@@ -11,8 +11,6 @@ from redis.asyncio import Redis
 
 from gateway.config import BatchSettings
 from gateway.queues.batch.base import Counts
-from gateway.queues.batch.jobs import Jobs
-from gateway.queues.batch.lines import Lines
 from gateway.queues.batch.redis_jobs import PREFIX, RedisJobs, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
 from gateway.storage.redis_calls import connect
@@ -21,7 +19,7 @@ from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
 
-def stores(redis: Redis) -> Callable[[BatchSettings], tuple[Jobs, Lines]]:
+def stores(redis: Redis) -> Callable[[BatchSettings], tuple[RedisJobs, RedisLines]]:
     scripts = RedisScripts(redis, timeout_s=2.0)
     return lambda settings: (RedisJobs(scripts, settings), RedisLines(scripts))
 

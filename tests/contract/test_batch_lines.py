@@ -14,13 +14,14 @@ from redis.asyncio import Redis
 from engine.protocol import DIGEST_BYTES
 from gateway.errors import OverloadedError
 from gateway.queues.batch.base import Counts, LinePlan
-from gateway.queues.batch.lines import QUANTUM_TOKENS, Claim, Lines, MemoryLines, Progress, Result
+from gateway.queues.batch.lines import QUANTUM_TOKENS, Claim, MemoryLines, Progress, Result
 from gateway.queues.batch.paths import Ref
 from gateway.queues.batch.redis_jobs import PREFIX, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
 from gateway.types import Usage
 from tests.fakes.redis_process import RedisProcess
 
+Lines = MemoryLines | RedisLines
 LIMIT_S = 30.0
 J1, J2 = "01" * 16, "02" * 16
 NONE = Usage(0, 0)

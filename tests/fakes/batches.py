@@ -20,8 +20,10 @@ from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.queues.batch.base import Checked, Job, JobError, Line, LinePlan, LineResult, Unrun
 from gateway.queues.batch.folder import JobFolder
-from gateway.queues.batch.jobs import Jobs, MemoryJobs
-from gateway.queues.batch.lines import Lines, MemoryLines
+from gateway.queues.batch.jobs import MemoryJobs
+from gateway.queues.batch.lines import MemoryLines
+from gateway.queues.batch.redis_jobs import RedisJobs
+from gateway.queues.batch.redis_lines import RedisLines
 from gateway.queues.batch.store import BatchStore, Stores
 from gateway.queues.batch.worker import Worker
 from gateway.types import StoredFile, Usage
@@ -155,11 +157,14 @@ class Lane:
         self,
         root: Path,
         settings: BatchSettings = QUICK,
-        stores: Callable[[BatchSettings], tuple[Jobs, Lines]] | None = None,
+        stores: Callable[[BatchSettings], tuple[RedisJobs, RedisLines]] | None = None,
     ) -> None:
         self.settings = settings
         self.now_s = START_S
-        self.jobs, self.lines = stores(settings) if stores else (MemoryJobs(settings), MemoryLines())
+        self.jobs: MemoryJobs | RedisJobs = MemoryJobs(settings)
+        self.lines: MemoryLines | RedisLines = MemoryLines()
+        if stores is not None:
+            self.jobs, self.lines = stores(settings)
         file_settings = tuned(FileSettings, min_free_bytes=0)
         self.file_folder = Folder(root / "files", file_settings, self.now)
         self.files = FileStore(self.file_folder, file_settings)

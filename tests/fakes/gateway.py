@@ -54,8 +54,7 @@ from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
 from gateway.limits.counters import MemoryCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
-from gateway.queues.batch.lane import BatchLane
-from gateway.queues.batch.store import BatchStore
+from gateway.queues.batch.store import BatchStore, open_stores
 from gateway.queues.batch.worker import Worker
 from gateway.queues.slots import SlotQueue
 from gateway.responses.base import Audited
@@ -228,7 +227,7 @@ def make_app(
         fingerprints=given.fingerprints or MemoryBytes(Quota.of(given.anthropic.fingerprints), given.now),
         contents=ContentStore(given.gemini, given.now),
         files=files,
-        jobs=jobs or make_lane(given, Path("/nowhere"), files).store,
+        jobs=jobs or make_batches(given, Path("/nowhere"), files),
         now=given.now,
         limits=limits,
         answers=given.answers,
@@ -271,9 +270,9 @@ def make_upstreams(
     return Upstreams(settings, keys, queue=waits, num_tenants=len(tenants), backoff_s=0.0)
 
 
-def make_lane(given: Options, folder: Path, files: FileStore) -> BatchLane:
+def make_batches(given: Options, folder: Path, files: FileStore) -> BatchStore:
     """In memory, and on disk."""
-    return BatchLane(None, folder / "batches", files, given.batches, given.now)
+    return BatchStore(open_stores(None, folder / "batches", files, given.batches, given.now))
 
 
 @asynccontextmanager
@@ -287,9 +286,9 @@ async def running(
     files = make_files(given.files, Path(folder.name), given.now)
     limits = given.limits = given.limits or limits_of(given)
     upstreams = make_upstreams(given.upstreams, given.waits, given.tenants)
-    lane = make_lane(given, Path(folder.name), files)
-    app = make_app(pipeline, models, state, given, files, upstreams, lane.store)
-    worker = lane.worker(app[RUNNER])
+    batches = make_batches(given, Path(folder.name), files)
+    app = make_app(pipeline, models, state, given, files, upstreams, batches)
+    worker = Worker(batches.stores, app[RUNNER], batches.changed)
     runner = app_runner(app, given.server)
     upstreams.start()
     await runner.setup()

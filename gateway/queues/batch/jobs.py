@@ -1,4 +1,4 @@
-"""The records of jobs: the promises, and the memory twin of redis_jobs.py.
+"""The records of jobs, in memory: the twin of redis_jobs.py, with the promises of both.
 
     open    something is left to do; counts for its tenant's limits
     closed  it has ended and only its record and what can be read of it are left; forgotten after a time
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -19,31 +19,6 @@ from gateway.config import BatchSettings
 from gateway.errors import QuotaError
 from gateway.queues.batch.base import Counts, Job, JobError
 from gateway.types import Usage
-
-
-class Jobs(Protocol):
-    """Everything raises OverloadedError while Redis is unreachable; the call may have been executed all the same."""
-
-    async def put(self, job: Job, *, forget_ms: int | None = None) -> Job | None:
-        """Stores a record in place of its last version; version 0 is a new job. The job with its next version; None
-        when it was changed or forgotten meanwhile, or is not new. `forget_ms`: closes it, to be forgotten from then on.
-        Raises QuotaError when its tenant would have more open jobs, or lines of open jobs, than allowed."""
-
-    async def find(self, job_id: str) -> Job | None: ...
-
-    async def open(self) -> list[Job]:
-        """All open jobs, the oldest first."""
-
-    async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
-        """As BatchStore.page, without whether there are more."""
-
-    async def over(self, now_ms: int, most: int) -> list[Job]:
-        """Closed jobs to forget: by their time, or because their tenant has more than are kept."""
-
-    async def forget(self, job: Job) -> None: ...
-
-    async def lease(self, job_id: str, owner: str, now_ms: int, until_ms: int) -> bool:
-        """Whether the job is leased to the owner until then. Its own lease is renewed; `until_ms` 0 releases it."""
 
 
 @dataclass
@@ -61,6 +36,9 @@ class MemoryJobs:
         self._leases: dict[str, tuple[str, int]] = {}
 
     async def put(self, job: Job, *, forget_ms: int | None = None) -> Job | None:
+        """Stores a record in place of its last version; version 0 is a new job. The job with its next version; None
+        when it was changed or forgotten meanwhile, or is not new. `forget_ms`: closes it, to be forgotten from then on.
+        Raises QuotaError when its tenant would have more open jobs, or lines of open jobs, than allowed."""
         record = self._records.get(job.id)
         if job.version != (record.job.version if record else 0):
             return None
@@ -90,9 +68,11 @@ class MemoryJobs:
         return None if record is None else record.job
 
     async def open(self) -> list[Job]:
+        """All open jobs, the oldest first."""
         return [record.job for _, record in sorted(self._records.items()) if record.forget_ms is None]
 
     async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
+        """As BatchStore.page, without whether there are more."""
         ids = self._ids(tenant, dialect)
         if before is not None:
             start = bisect_right(ids, before)
@@ -103,6 +83,7 @@ class MemoryJobs:
         return [self._records[job_id].job for job_id in reversed(found)]
 
     async def over(self, now_ms: int, most: int) -> list[Job]:
+        """Closed jobs to forget: by their time, or because their tenant has more than are kept."""
         times = ((one.forget_ms, one.job) for one in self._records.values() if one.forget_ms is not None)
         return [job for _, _, job in sorted((ms, job.id, job) for ms, job in times if ms <= now_ms)][:most]
 
@@ -111,6 +92,7 @@ class MemoryJobs:
         self._leases.pop(job.id, None)
 
     async def lease(self, job_id: str, owner: str, now_ms: int, until_ms: int) -> bool:
+        """Whether the job is leased to the owner until then. Its own lease is renewed; `until_ms` 0 releases it."""
         holder, end_ms = self._leases.get(job_id, (owner, 0))
         if holder != owner and end_ms > now_ms:
             return False

@@ -1,4 +1,4 @@
-"""Which lines wait, run, and are done: the promises, and the memory twin of redis_lines.py.
+"""Which lines wait, run, and are done, in memory: the twin of redis_lines.py, with the promises of both.
 
     stage    -> queue     a job's lines are planned one after the other, and wait only when all of them are planned
     waits    -> claim     -> runs until its lease ends; then another gateway takes it over
@@ -19,7 +19,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple
 
 from gateway.queues.batch.base import NO_USAGE, Counts, LinePlan
 from gateway.queues.batch.paths import Ref, path_of, place_of, ref_at, tokens_at
@@ -71,52 +71,6 @@ class Progress(NamedTuple):
         return -self.counts.processing
 
 
-class Lines(Protocol):
-    """Times are milliseconds since 1970, of the caller's clock. Everything raises OverloadedError while Redis is
-    unreachable; the call may have been executed all the same."""
-
-    async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
-        """Adds the plans of the lines from `start` on, unless another number is planned already. How many are planned
-        now."""
-
-    async def queue(self, job: str, tenant: str, most: int) -> int:
-        """Lets up to so many planned lines wait. How many are left."""
-
-    async def models(self, most: int) -> list[str]:
-        """At most so many of the models that lines wait for, chosen and ordered at random."""
-
-    async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
-        """The next lines for a model, on a lease until `until_ms`."""
-
-    async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
-        """Lines whose lease is over, the oldest lease first. That counts as an attempt. At most `tried` of those with
-        earlier attempts, so that a line which ends its gateway meets few others each time."""
-
-    async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
-        """Renews the leases of those that still are this owner's, and returns them."""
-
-    async def put_back(self, owner: str, claim: Claim) -> bool:
-        """The line waits again, with the claim's counts. False when it is not this owner's."""
-
-    async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
-        """Stores the result. How many lines of the job are done now; None when the line had a result."""
-
-    async def lanes(self, job: str) -> list[str]:
-        """Lanes in which it has lines, or had."""
-
-    async def drop(self, job: str, total: int, kind: Kind, lane: str, after: bytes, most: int) -> bytes:
-        """Lines that do not run never will: those of `total` that are not queued, and of the `most` lines of a lane
-        after this place those of the job. They have no result but this kind. Where to go on; empty at the end."""
-
-    async def progress(self, job: str) -> Progress: ...
-
-    async def results(self, job: str, start: int, count: int) -> list[Result | None]:
-        """Of so many lines from one on."""
-
-    async def forget(self, job: str) -> None:
-        """Removes a job of which no line waits or runs."""
-
-
 @dataclass
 class _Job:
     staged: list[LinePlan] = field(default_factory=list)
@@ -149,7 +103,8 @@ class _Model:
 
 
 class MemoryLines:
-    """Lines in this process: for tests, and where there is no Redis."""
+    """Lines in this process: for tests, and where there is no Redis. Times are milliseconds since 1970, of the caller's
+    clock."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
@@ -160,6 +115,8 @@ class MemoryLines:
         self._tries: dict[Ref, tuple[int, int]] = {}  # attempts and deaths
 
     async def stage(self, job: str, start: int, plans: Sequence[LinePlan]) -> int:
+        """Adds the plans of the lines from `start` on, unless another number is planned already. How many are planned
+        now."""
         one = self._jobs.setdefault(job, _Job())
         if one.progress.planned == start:
             one.staged += plans
@@ -167,6 +124,7 @@ class MemoryLines:
         return one.progress.planned
 
     async def queue(self, job: str, tenant: str, most: int) -> int:
+        """Lets up to so many planned lines wait. How many are left."""
         one = self._jobs.setdefault(job, _Job())
         for line, plan in enumerate(one.staged[:most], one.progress.queued):
             lane = lane_of(tenant, plan.model)
@@ -177,9 +135,11 @@ class MemoryLines:
         return len(one.staged)
 
     async def models(self, most: int) -> list[str]:
+        """At most so many of the models that lines wait for, chosen and ordered at random."""
         return random.sample(list(self._models), min(most, len(self._models)))
 
     async def claim(self, owner: str, model: str, most: int, until_ms: int) -> list[Claim]:
+        """The next lines for a model, on a lease until `until_ms`."""
         claims: list[Claim] = []
         one = self._models.get(model)
         while one is not None and len(claims) < most:
@@ -203,6 +163,8 @@ class MemoryLines:
         return claims
 
     async def take_over(self, owner: str, most: int, now_ms: int, until_ms: int, tried: int) -> list[Claim]:
+        """Lines whose lease is over, the oldest lease first. That counts as an attempt. At most `tried` of those with
+        earlier attempts, so that a line which ends its gateway meets few others each time."""
         claims: list[Claim] = []
         for _, ref in sorted((until, ref) for ref, (until, _, _) in self._claims.items() if until <= now_ms):
             attempts, deaths = self._tries.get(ref, (0, 0))
@@ -215,12 +177,14 @@ class MemoryLines:
         return claims
 
     async def renew(self, owner: str, refs: Sequence[Ref], until_ms: int) -> list[Ref]:
+        """Renews the leases of those that still are this owner's, and returns them."""
         ours = [ref for ref in refs if ref in self._claims and self._claims[ref][1] == owner]
         for ref in ours:
             self._claims[ref] = (until_ms, owner, self._claims[ref][2])
         return ours
 
     async def put_back(self, owner: str, claim: Claim) -> bool:
+        """The line waits again, with the claim's counts. False when it is not this owner's."""
         if self._claims.get(claim.ref, (0, "", claim))[1] != owner:
             return False
         if claim.attempts or claim.deaths:
@@ -230,6 +194,7 @@ class MemoryLines:
         return True
 
     async def complete(self, claim: Claim, result: Result, usage: Usage) -> int | None:
+        """Stores the result. How many lines of the job are done now; None when the line had a result."""
         waiting = self._waiting.get(claim.lane, [])
         if self._claims.pop(claim.ref, None) is None and claim.place not in waiting:
             return None
@@ -240,9 +205,12 @@ class MemoryLines:
         return self._jobs[claim.ref.job].done(result.kind, 1, usage)
 
     async def lanes(self, job: str) -> list[str]:
+        """Lanes in which it has lines, or had."""
         return sorted(self._jobs.get(job, _Job()).lanes)
 
     async def drop(self, job: str, total: int, kind: Kind, lane: str, after: bytes, most: int) -> bytes:
+        """Lines that do not run never will: those of `total` that are not queued, and of the `most` lines of a lane
+        after this place those of the job. They have no result but this kind. Where to go on; empty at the end."""
         one = self._jobs.setdefault(job, _Job())
         one.staged.clear()
         one.done(kind, total - one.progress.queued)
@@ -265,6 +233,7 @@ class MemoryLines:
         return [found.get(line) for line in range(start, start + count)]
 
     async def forget(self, job: str) -> None:
+        """Removes a job of which no line waits or runs."""
         self._jobs.pop(job, None)
 
     def _wait(self, lane: str, place: bytes) -> None:

@@ -13,7 +13,7 @@ Redis with the policy volatile-lru never evicts those.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, Final, TypeVar, get_args
@@ -65,7 +65,8 @@ class RedisScripts:
 
 
 class RedisJobs:
-    """See Jobs."""
+    """See MemoryJobs. Everything raises OverloadedError while Redis is unreachable; the call may have been executed all
+    the same."""
 
     def __init__(self, scripts: RedisScripts, settings: BatchSettings) -> None:
         self._scripts = scripts
@@ -86,32 +87,26 @@ class RedisJobs:
         return found[0] if found else None
 
     async def open(self) -> list[Job]:
-        ids: Any = await self._list(self._scripts.redis.smembers(f"{PREFIX}open"))
+        asked: Any = self._scripts.redis.smembers(f"{PREFIX}open")
+        ids = await self._scripts.calls.ask_or_skip(STORE, asked, [])
         return await self._read(sorted(ids))
 
     async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
         key, redis = f"{PREFIX}of:{dialect}:{tenant}", self._scripts.redis
-        edge = (after if before is None else before) or ""
-        found: list[Job] = []
-        while len(found) < limit:  # once, unless something cannot be read
-            end, num = b"(" + edge.encode() if isinstance(edge, str) else b"(" + edge, limit - len(found)
-            if before is None:
-                ids: Any = await self._list(redis.zrevrangebylex(key, end if edge else "+", "-", start=0, num=num))
-            else:
-                ids = await self._list(redis.zrangebylex(key, end, "+", start=0, num=num))
-            found += await self._read(ids)
-            if len(ids) < num:
-                break
-            edge = ids[-1]
-        return found if before is None else found[::-1]
+        if before is not None:
+            return (await self._take(limit, partial(redis.zrangebylex, key, f"({before}", "+")))[::-1]
+        return await self._take(limit, partial(redis.zrevrangebylex, key, f"({after}" if after else "+", "-"))
 
     async def over(self, now_ms: int, most: int) -> list[Job]:
+        return await self._take(most, partial(self._scripts.redis.zrangebyscore, f"{PREFIX}ended", "-inf", now_ms))
+
+    async def _take(self, most: int, fetch: Callable[..., Awaitable[Any]]) -> list[Job]:
+        """Up to so many of the jobs that `fetch` lists; those that cannot be read are passed over."""
         found: list[Job] = []
         start = 0
-        while len(found) < most:  # once, unless something cannot be read
+        while len(found) < most:
             num = most - len(found)
-            asked = self._scripts.redis.zrangebyscore(f"{PREFIX}ended", "-inf", now_ms, start=start, num=num)
-            ids: Any = await self._list(asked)
+            ids = await self._scripts.calls.ask_or_skip(STORE, fetch(start=start, num=num), [])
             found += await self._read(ids)
             if len(ids) < num:
                 break
@@ -145,9 +140,6 @@ class RedisJobs:
                 job = None if body is None else read_or_skip(STORE, partial(_read, bytes(job_id), body, version))
                 jobs += [] if job is None else [job]
         return jobs
-
-    async def _list(self, asked: Awaitable[Any]) -> Any:
-        return await self._scripts.calls.ask_or_skip(STORE, asked, [])
 
 
 def _read(job_id: bytes, body: bytes, version: Any) -> Job:

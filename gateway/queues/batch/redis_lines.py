@@ -36,7 +36,8 @@ LOOK_AT: Final = 1000
 
 
 class RedisLines:
-    """See Lines."""
+    """See MemoryLines. Everything raises OverloadedError while Redis is unreachable; the call may have been executed
+    all the same."""
 
     def __init__(self, scripts: RedisScripts) -> None:
         self._scripts = scripts

@@ -11,14 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
+from redis.asyncio import Redis
+
 from gateway.config import BatchSettings
 from gateway.disk import Part
 from gateway.errors import BadRequestError, NotFoundError, OverloadedError, QuotaError
 from gateway.queues.batch import job as states
 from gateway.queues.batch.base import Job
 from gateway.queues.batch.folder import JobFolder
-from gateway.queues.batch.jobs import Jobs
-from gateway.queues.batch.lines import Lines
+from gateway.queues.batch.jobs import MemoryJobs
+from gateway.queues.batch.lines import MemoryLines
+from gateway.queues.batch.redis_jobs import RedisJobs, RedisScripts
+from gateway.queues.batch.redis_lines import RedisLines
+from gateway.storage.breaker import RedisBreaker
 from gateway.types import StoredFile
 
 CHUNK_BYTES: Final = 1 << 20
@@ -50,8 +55,8 @@ class Files(Protocol):
 class Stores:
     """Where jobs are stored. `now` is seconds since 1970, on which gateways agree."""
 
-    jobs: Jobs
-    lines: Lines
+    jobs: MemoryJobs | RedisJobs
+    lines: MemoryLines | RedisLines
     folder: JobFolder
     files: Files
     settings: BatchSettings
@@ -62,6 +67,23 @@ class Stores:
         await asyncio.to_thread(self.folder.remove, job.tenant, job.id)
         await self.lines.forget(job.id)
         await self.jobs.forget(job)
+
+
+def open_stores(
+    redis: Redis | None,
+    folder: Path,
+    files: Files,
+    settings: BatchSettings,
+    now: Callable[[], float],
+    breaker: RedisBreaker | None = None,
+) -> Stores:
+    """Without Redis, which its owner closes, jobs end with this process. `breaker` is that of all calls of this
+    gateway."""
+    job_folder = JobFolder(folder, min_free_bytes=settings.min_free_bytes)
+    if redis is None:
+        return Stores(MemoryJobs(settings), MemoryLines(), job_folder, files, settings, now)
+    scripts = RedisScripts(redis, timeout_s=settings.redis_timeout_s, breaker=breaker)
+    return Stores(RedisJobs(scripts, settings), RedisLines(scripts), job_folder, files, settings, now)
 
 
 class Input:
@@ -86,16 +108,16 @@ class BatchStore:
     """Jobs of tenants. Everything raises OverloadedError while Redis is unreachable."""
 
     def __init__(self, stores: Stores) -> None:
+        self.stores = stores
         self.changed = asyncio.Event()
-        self._stores = stores
 
     @asynccontextmanager
     async def input(self, tenant: str) -> AsyncIterator[Input]:
         """Where rows are written that do not come from a file; removed if no job was created with them. Raises
         QuotaError when the tenant's jobs have as many bytes as they may."""
         await self._check_bytes(tenant)
-        most = self._stores.settings.max_request_bytes
-        rows = await asyncio.to_thread(self._stores.folder.begin, tenant, most)
+        most = self.stores.settings.max_request_bytes
+        rows = await asyncio.to_thread(self.stores.folder.begin, tenant, most)
         try:
             yield Input(rows)
         finally:
@@ -105,7 +127,7 @@ class BatchStore:
         """Durable when this returns. `source` are its rows, or the id of the tenant's file that has them, which may be
         deleted from then on. Raises NotFoundError without such a file, QuotaError, StorageFullError and StorageError.
         The folder is created first: a sweep removes one without a record."""
-        stores, file_id = self._stores, source if isinstance(source, str) else None
+        stores, file_id = self.stores, source if isinstance(source, str) else None
         job = states.created(draft, stores.now(), stores.settings.window_s, file_id)
         try:
             if isinstance(source, str):
@@ -135,7 +157,7 @@ class BatchStore:
     ) -> tuple[list[Job], bool]:
         """Newest first, and whether there are more: after a job, which may be forgotten, or the `limit` right before
         one."""
-        found = await self._stores.jobs.page(tenant, dialect, limit=limit + 1, after=after, before=before)
+        found = await self.stores.jobs.page(tenant, dialect, limit=limit + 1, after=after, before=before)
         has_more = len(found) > limit
         shown = found[:limit] if before is None else found[-limit:]
         return [await self._with_counts(job) for job in shown], has_more
@@ -145,8 +167,8 @@ class BatchStore:
         for _ in range(MAX_TRIES):
             if (job := await self._own(tenant, dialect, job_id)) is None:
                 return None
-            changed = states.cancelled(job, self._stores.now())
-            stored = job if changed is job else await self._stores.jobs.put(changed)
+            changed = states.cancelled(job, self.stores.now())
+            stored = job if changed is job else await self.stores.jobs.put(changed)
             if stored is not None:
                 self.changed.set()
                 return await self._with_counts(stored)
@@ -158,7 +180,7 @@ class BatchStore:
             return False
         if not job.has_ended:
             raise BadRequestError("The batch cannot be deleted before it has ended; cancel it first.")
-        await self._stores.forget(job)
+        await self.stores.forget(job)
         return True
 
     @asynccontextmanager
@@ -171,7 +193,7 @@ class BatchStore:
         if job is None or not job.has_ended or job.in_files:
             yield None
             return
-        file = await asyncio.to_thread(self._stores.folder.open_results, job)
+        file = await asyncio.to_thread(self.stores.folder.open_results, job)
         try:
             yield job, _chunks(file)
         finally:
@@ -179,13 +201,13 @@ class BatchStore:
                 file.close()
 
     async def _own(self, tenant: str, dialect: str, job_id: str) -> Job | None:
-        job = await self._stores.jobs.find(job_id)
+        job = await self.stores.jobs.find(job_id)
         return None if job is None or (job.tenant, job.dialect) != (tenant, dialect) else job
 
     async def _check_bytes(self, tenant: str) -> None:
         """Raises QuotaError when its jobs have as many as they may. Arriving rows do not count yet."""
-        most = self._stores.settings.max_bytes
-        if await asyncio.to_thread(self._stores.folder.num_bytes, tenant) >= most:
+        most = self.stores.settings.max_bytes
+        if await asyncio.to_thread(self.stores.folder.num_bytes, tenant) >= most:
             raise QuotaError(
                 f"All batches together have {most} bytes, as many as there may be (batches.max_bytes). Delete some, or "
                 "wait for their end."
@@ -195,7 +217,7 @@ class BatchStore:
         """A job that has not ended gets the counts of its lines."""
         if job.has_ended or not job.validated:
             return job
-        progress = await self._stores.lines.progress(job.id)
+        progress = await self.stores.lines.progress(job.id)
         return replace(job, counts=replace(progress.counts, total=job.counts.total), usage=progress.usage)
 
 

@@ -66,8 +66,12 @@ class Worker:
         self._open_jobs = 0
 
     def start(self) -> None:
-        loops = (("steps", self._look_for_steps), ("lines", self._look_for_lines), ("leases", self._renew))
-        self._loops = [tasks.spawn(work(), name=f"batch {name}") for name, work in loops]
+        poll_s, lease_s = self._settings.poll_s, self._settings.lease_s
+        self._loops = [
+            tasks.spawn(_repeat(self._begin_steps, self._changed, poll_s), name="batch steps"),
+            tasks.spawn(_repeat(self._running.claim, self._running.room, poll_s), name="batch lines"),
+            tasks.spawn(_repeat(self._running.renew, asyncio.Event(), lease_s / 3), name="batch leases"),
+        ]
 
     async def close(self) -> None:
         """Stops; what ran waits again, for other gateways at once."""
@@ -92,14 +96,6 @@ class Worker:
     def figures(self) -> dict[str, int]:
         """See RunningLines.figures; and the open jobs at the last look."""
         return self._running.figures() | {"open_jobs": self._open_jobs}
-
-    # -- steps --------------------------------------------------------------------------------------------------------
-
-    async def _look_for_steps(self) -> None:
-        while not tasks.was_cancelled():
-            self._changed.clear()
-            await _while_up(self._begin_steps)
-            await _event(self._changed, self._settings.poll_s)
 
     async def _begin_steps(self) -> None:
         jobs = await self._stores.jobs.open()
@@ -157,19 +153,6 @@ class Worker:
         elif job.has_ended:
             await asyncio.to_thread(self._stores.folder.clean, job)
 
-    # -- lines --------------------------------------------------------------------------------------------------------
-
-    async def _look_for_lines(self) -> None:
-        while not tasks.was_cancelled():
-            self._running.room.clear()
-            await _while_up(self._running.claim)
-            await _event(self._running.room, self._settings.poll_s)
-
-    async def _renew(self) -> None:
-        while not tasks.was_cancelled():
-            await asyncio.sleep(self._settings.lease_s / 3)
-            await _while_up(self._running.renew)
-
     def _job_done(self, job_id: str) -> None:
         self._not_before.pop(job_id, None)
         self._changed.set()
@@ -187,20 +170,19 @@ def _created_s(job_id: str) -> float:
     return int(job_id[:16], 16) / 1e6 if is_id else float("inf")
 
 
-async def _while_up(work: Callable[[], Awaitable[None]]) -> None:
-    """Does it; a failure is logged, and the loop tries again."""
-    try:
-        with no_panic():
-            await work()
-    except OverloadedError as error:
-        log.debug("the batch lane waits for Redis: %s", error.__cause__ or error)  # its breaker warns
-    except KvasirError as error:
-        log.warning("the batch lane tries again: %s", error)
-    except Exception:
-        log.exception("the batch lane tries again")
-
-
-async def _event(event: asyncio.Event, timeout_s: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
+async def _repeat(work: Callable[[], Awaitable[None]], event: asyncio.Event, every_s: float) -> None:
+    """Does it again and again: at each event, and every so many seconds. A failure is logged."""
+    while not tasks.was_cancelled():
+        event.clear()
+        try:
+            with no_panic():
+                await work()
+        except OverloadedError as error:
+            log.debug("the batch queue waits for Redis: %s", error.__cause__ or error)  # its breaker warns
+        except KvasirError as error:
+            log.warning("the batch queue tries again: %s", error)
+        except Exception:
+            log.exception("the batch queue tries again")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                await event.wait()

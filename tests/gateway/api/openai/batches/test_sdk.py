@@ -315,7 +315,7 @@ class AwayJobs(MemoryJobs):
 
 
 async def test_while_redis_is_away_both_apis_say_so_and_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.queues.batch.lane.MemoryJobs", AwayJobs)
+    monkeypatch.setattr("gateway.queues.batch.store.MemoryJobs", AwayJobs)
     async with running(**settings()) as gateway:
         with pytest.raises(openai.InternalServerError, match="Batches cannot be reached") as away:
             await gateway.sdk().batches.list()
