@@ -36,10 +36,10 @@ class Breaker:
 
     def admit(self) -> bool:
         """Whether the upstream may be asked now."""
-        state = self.state
-        if state == "half-open" and not self._probing:
-            return self._probe()
-        return state == "closed"
+        if self.state == "half-open" and not self._probing:
+            self._probing = True
+            return True
+        return self.state == "closed"
 
     def wait_s(self) -> float:
         """Seconds until it may be asked again; 0: now. While one request tries it, as long as it stays open."""
@@ -66,7 +66,3 @@ class Breaker:
     def abandoned(self) -> None:
         """The client left before anything was known: the next one may try."""
         self._probing = False
-
-    def _probe(self) -> bool:
-        self._probing = True
-        return True

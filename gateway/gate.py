@@ -12,7 +12,7 @@ import asyncio
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -53,38 +53,17 @@ W_contra = TypeVar("W_contra", bound=Waiting, contravariant=True)
 T = TypeVar("T")
 
 
-class Turns:
-    """The tenants' turns, in seconds of service. A tenant that comes back after a while has saved nothing up, and one
-    that used more than the others waits until they have had as much."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0  # where the tenants stand whose turn it was last
-        self._next_s: dict[str, float] = {}
-
-    def start_s(self, waiter: Waiting) -> float:
-        """Where its tenant stands with it: where all stood when it arrived, or behind what the tenant used."""
-        return max(waiter.since_s, self._next_s.get(waiter.ask.tenant, 0.0))
-
-    def took(self, waiter: Waiting) -> None:
-        start_s = self.start_s(waiter)
-        self.now_s = max(self.now_s, start_s)
-        self._next_s[waiter.ask.tenant] = start_s + waiter.cost_s / waiter.ask.weight
-
-    def forget_all_but(self, tenants: Iterable[str]) -> None:
-        """Tenants that would stand where all begin need not be remembered."""
-        if len(self._next_s) > MAX_IDLE_TENANTS:
-            kept = set(tenants)
-            self._next_s = {
-                tenant: next_s for tenant, next_s in self._next_s.items() if tenant in kept or next_s > self.now_s
-            }
-
-
 class FairQueue(Generic[W]):
-    """Requests of all tenants. `tier_s` is what `flex` stands behind those of its time, and `priority` before."""
+    """Requests of all tenants, which take turns in seconds of service. A tenant that comes back after a while has saved
+    nothing up, and one that used more than the others waits until they have had as much.
+
+    tier_s  what `flex` stands behind those of its time, and `priority` before
+    """
 
     def __init__(self, tier_s: float = 0.0) -> None:
         self._tier_s = tier_s
-        self._turns = Turns()
+        self._now_s = 0.0  # where the tenants stand whose turn it was last
+        self._next_s: dict[str, float] = {}  # where a tenant stands, behind what it used
         self._tenants: dict[str, list[tuple[Order, W]]] = {}  # in order; only those with requests
 
     def __len__(self) -> int:
@@ -99,7 +78,7 @@ class FairQueue(Generic[W]):
 
     def arrived(self, waiter: W) -> None:
         """Notes where turns are. Called first, once for each request."""
-        waiter.since_s = self._turns.now_s
+        waiter.since_s = self._now_s
 
     def enter(self, waiter: W) -> None:
         """It waits from now on, in its `order`, which no other has."""
@@ -119,8 +98,13 @@ class FairQueue(Generic[W]):
     def took(self, *waiters: W) -> None:
         """They are served, and wait no more, or never did."""
         for waiter in waiters:
-            self._turns.took(waiter)
-        self._turns.forget_all_but(self._tenants)
+            start_s = self._start_s(waiter)
+            self._now_s = max(self._now_s, start_s)
+            self._next_s[waiter.ask.tenant] = start_s + waiter.cost_s / waiter.ask.weight
+        if len(self._next_s) > MAX_IDLE_TENANTS:  # who would stand where all begin need not be remembered
+            self._next_s = {
+                name: next_s for name, next_s in self._next_s.items() if name in self._tenants or next_s > self._now_s
+            }
 
     def count_tenants(self) -> int:
         """Tenants with requests that wait."""
@@ -159,12 +143,16 @@ class FairQueue(Generic[W]):
         if (entry := next(entries, None)) is None:
             return None
         waiter = entry[1]
-        start_s = max(self._turns.start_s(waiter), used_s)
+        start_s = max(self._start_s(waiter), used_s)
         return start_s + self.tier_s(waiter), waiter.ask.tenant, waiter, start_s, entries
+
+    def _start_s(self, waiter: W) -> float:
+        """Where its tenant stands with it: where all stood when it arrived, or behind what the tenant used."""
+        return max(waiter.since_s, self._next_s.get(waiter.ask.tenant, 0.0))
 
     def _when(self, waiter: W) -> tuple[float, str]:
         """Its tenant's turn, in the order in which tenants are taken."""
-        return self._turns.start_s(waiter) + self.tier_s(waiter), waiter.ask.tenant
+        return self._start_s(waiter) + self.tier_s(waiter), waiter.ask.tenant
 
 
 _Turn = tuple[float, str, W, float, Iterator[tuple[Order, W]]]

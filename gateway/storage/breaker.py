@@ -31,36 +31,31 @@ REFUSALS_S: Final = 60.0
 """Seconds from one log line about commands that Redis refuses to the next."""
 
 
-class RedisBreaker:
+class RedisBreaker(Breaker):
     """outages   times that it opened
     failures  calls that showed Redis to be unreachable
     """
 
     def __init__(self, *, retry_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         """With retry_s 0 the breaker is half-open as soon as it has opened."""
+        super().__init__(1, retry_s, clock)
         self.retry_s = retry_s
         self.outages = 0
         self.failures = 0
-        self._clock = clock
-        self._breaker = Breaker(1, retry_s, clock)
         self._answers = 0
-        self._opened_s = 0.0
+        self._down_s = 0.0  # since when
         self._next_refusal_s = 0.0
 
     @property
     def up(self) -> bool:
         """False from the failure that opens the breaker to the answer that closes it."""
-        return self._breaker.state == "closed"
-
-    def wait_s(self) -> float:
-        """Seconds until a call may probe; 0: now, or Redis is reachable."""
-        return self._breaker.wait_s()
+        return self.state == "closed"
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """Around one call. Raises ConnectionError where the call must not be made."""
         probes = not self.up
-        if probes and not self._breaker.admit():
+        if probes and not self.admit():
             raise ConnectionError("Redis was unreachable a moment ago")
         answers = self._answers
         try:
@@ -70,11 +65,11 @@ class RedisBreaker:
             raise
         except UNREACHABLE as error:
             if probes or answers == self._answers:
-                self._failed(error, probes)
+                self._lost(error, probes)
             raise
         except BaseException:
             if probes:
-                self._breaker.abandoned()
+                self.abandoned()
             raise
         self._answered(probes)
 
@@ -88,14 +83,14 @@ class RedisBreaker:
         """A call from before the failure says nothing of Redis after it: only a probe closes the breaker."""
         self._answers += 1
         if probes and not self.up:
-            self._breaker.succeeded()
-            log.info("Redis is reachable again after %.1f s", self._clock() - self._opened_s)
+            self.succeeded()
+            log.info("Redis is reachable again after %.1f s", self._clock() - self._down_s)
 
-    def _failed(self, error: BaseException, probes: bool) -> None:
+    def _lost(self, error: BaseException, probes: bool) -> None:
         self.failures += 1
         if self.up:
             self.outages += 1
-            self._opened_s = self._clock()
+            self._down_s = self._clock()
             log.warning(
                 "Redis is unreachable, and this gateway goes on with its own memory: %s. The next try is in %g s",
                 str(error) or type(error).__name__,
@@ -103,4 +98,4 @@ class RedisBreaker:
             )
         elif not probes:
             return
-        self._breaker.failed()
+        self.failed()
