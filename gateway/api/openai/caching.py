@@ -4,12 +4,12 @@
     explicit mode   the latest 4 breakpoints; without any, no cache at all
 
 The implicit breakpoint is there only when the options have a ttl: without one it asks for nothing that ordinary
-eviction does not give. Two breakpoints may be at one place. Pure; messages.py has already checked the messages.
+eviction does not give. Two breakpoints may be at one place. Pure; chats and responses have checked their messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from gateway.api.fields import choice, closed_record, record, text, wrong_value
@@ -25,17 +25,20 @@ not allow is the default one here, because it was chosen for another server."""
 
 
 class Point(NamedTuple):
-    """A breakpoint on a part: right after the first `chars` characters of a message. Without a ttl it takes the
-    request's. `path` is that of the ttl."""
+    """A breakpoint right after the first `chars` characters of a message.
+
+    ttl   None: the request's
+    path  of the ttl; None for that of a `cache_control`
+    """
 
     message: int
     chars: int
     ttl: str | None
-    path: str
+    path: str | None
 
 
 class Caching(NamedTuple):
-    """What a chat asks of the cache."""
+    """What a request asks of the cache."""
 
     markers: tuple[Marker, ...] = ()
     use_cache: bool = True
@@ -45,77 +48,67 @@ class Caching(NamedTuple):
 NO_BREAKPOINTS: Final = Caching()
 
 
-def read_caching(messages: Sequence[Any], options: dict[str, Any] | None, leases: LeaseSettings) -> Caching:
-    """`messages` and `options` as they came. Raises BadRequestError for a ttl that the operator does not allow."""
-    if not options and not any(type(one.get("content")) is list or "cache_control" in one for one in messages):
-        return NO_BREAKPOINTS  # as nearly all are
-    return place_markers(messages, list(_points(messages, leases)), options or {}, leases)
+def join_parts(parts: Sequence[Any], message: int, path: str, points: list[Point]) -> str:
+    """The texts of a message's parts as one. Their breakpoints are added to `points`."""
+    texts: list[str] = []
+    chars = 0
+    for number, part in enumerate(parts):
+        texts.append(part["refusal"] if part["type"] == "refusal" else part["text"])
+        chars += len(texts[-1])
+        if (point := part.get("prompt_cache_breakpoint")) is not None:
+            points.append(Point(message, chars, point.get("ttl"), f"{path}[{number}].prompt_cache_breakpoint.ttl"))
+        elif (control := part.get("cache_control")) is not None:
+            points.append(Point(message, chars, control.get("ttl"), None))
+    return "".join(texts)
+
+
+def join_messages(messages: Sequence[dict[str, Any]]) -> list[Point]:
+    """Makes one text of the content of each message of a chat. Returns their breakpoints, in order."""
+    points: list[Point] = []
+    for index, message in enumerate(messages):
+        content = message["content"]
+        if type(content) is list:
+            content = message["content"] = join_parts(content, index, f"messages[{index}].content", points)
+        control = message.pop("cache_control", None)
+        if content and control is not None:
+            points.append(Point(index, len(content), control.get("ttl"), None))
+    return points
 
 
 def place_markers(
     messages: Sequence[Any], points: Sequence[Point], options: dict[str, Any], leases: LeaseSettings
 ) -> Caching:
-    """`points` in their order. Raises BadRequestError for a ttl that the operator does not allow."""
+    """`points` of the joined messages, in order. Raises BadRequestError for a ttl that the operator does not allow."""
+    if not options and not points:
+        return NO_BREAKPOINTS
     asked = options.get("ttl")
-    written = leases.default_ttl if asked is None else asked
-    ttl_s = _ttl_s(written, "prompt_cache_options.ttl", leases, given=asked is not None)
-    explicit = [
-        Marker(point.message, point.chars, ttl_s if point.ttl is None else _ttl_s(point.ttl, point.path, leases))
-        for point in points
-    ]
+    # The operator's own default need not be among the lifetimes that clients may ask for.
+    ttl_s = duration_s(leases.default_ttl) if asked is None else _ttl_s(asked, "prompt_cache_options.ttl", leases)
+    explicit = []
+    for message, chars, ttl, path in points:
+        takes_default = ttl is None or (path is None and ttl not in leases.ttls)
+        explicit.append(Marker(message, chars, ttl_s if takes_default else _ttl_s(ttl or "", path or "", leases)))
     if options.get("mode") == "explicit":
         return Caching(tuple(explicit[-MAX_BREAKPOINTS:]), use_cache=bool(explicit), only_leased=True)
     markers = explicit[1 - MAX_BREAKPOINTS :]
-    if asked is not None and (place := _latest_eligible(messages)) is not None:
-        markers.append(Marker(*place, ttl_s))
+    if asked is not None and (index := _latest_eligible(messages)) is not None:
+        markers.append(Marker(index, len(messages[index]["content"]), ttl_s))
     return Caching(tuple(markers))
 
 
-def _points(messages: Sequence[Any], leases: LeaseSettings) -> Iterator[Point]:
-    """In their order."""
-    for index, message in enumerate(messages):
-        content, chars = message.get("content"), 0
-        for number, part in enumerate(content if type(content) is list else ()):
-            chars += len(part[part["type"]])
-            if (point := part.get("prompt_cache_breakpoint")) is not None:
-                path = f"messages[{index}].content[{number}].prompt_cache_breakpoint.ttl"
-                yield Point(index, chars, point.get("ttl"), path)
-            elif (control := part.get("cache_control")) is not None:
-                yield _controlled(index, chars, control, leases)
-        if content and (control := message.get("cache_control")) is not None:
-            yield _controlled(index, _num_chars(content), control, leases)
-
-
-def _controlled(message: int, chars: int, control: dict[str, Any], leases: LeaseSettings) -> Point:
-    """A breakpoint of a `cache_control`."""
-    ttl = control.get("ttl")
-    return Point(message, chars, ttl if ttl in leases.ttls else None, "")
-
-
-def _latest_eligible(messages: Sequence[Any]) -> tuple[int, int] | None:
-    """The end of the latest user message, of the last of a run of tool outputs, or of the initial instructions."""
+def _latest_eligible(messages: Sequence[Any]) -> int | None:
+    """The latest user message, the last of a run of tool outputs, or of the initial instructions."""
     roles = [message["role"] for message in messages]
-    instructions = 0
-    while instructions < len(roles) and roles[instructions] in ("system", "developer"):
-        instructions += 1
-    for index in reversed(range(len(roles))):
-        if roles[index] in ("user", "tool", "function") or index < instructions:
-            return index, _num_chars(messages[index].get("content"))
-    return None
+    instructions = next((index for index, role in enumerate(roles) if role != "system"), len(roles))
+    eligible = (index for index, role in enumerate(roles) if role in ("user", "tool") or index < instructions)
+    return max(eligible, default=None)
 
 
-def _num_chars(content: Any) -> int:
-    if type(content) is list:
-        return sum(len(part[part["type"]]) for part in content)
-    return len(content or "")
-
-
-def _ttl_s(written: str, path: str, leases: LeaseSettings, *, given: bool = True) -> float:
-    """Seconds. The operator's own default is not compared with what the operator lets clients ask for."""
+def _ttl_s(written: str, path: str, leases: LeaseSettings) -> float:
     try:
         ttl_s = duration_s(written)
     except ValueError:
         ttl_s = 0.0
-    if given and ttl_s not in {duration_s(allowed) for allowed in leases.ttls}:
+    if ttl_s not in {duration_s(allowed) for allowed in leases.ttls}:
         raise wrong_value(path, written, leases.ttls)
     return ttl_s

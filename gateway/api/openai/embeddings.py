@@ -17,19 +17,18 @@ from gateway.api.answering import Answering, parsed
 from gateway.api.dialect import Route
 from gateway.api.fields import (
     MAX_ITEMS,
-    Parameter,
-    array_too_long,
     at_most,
     choice,
-    empty_array,
-    empty_text,
     integer,
+    invalid,
+    no_effect,
     read,
-    takes,
+    table,
     text,
-    wrong_type,
+    used,
 )
 from gateway.api.lines import Endpoint
+from gateway.api.openai.inputs import Inputs, texts_or_ids
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply
@@ -41,9 +40,6 @@ ENCODED_AT_ONCE = 32
 """Vectors that are written before the event loop gets its turn: about a millisecond."""
 
 _MAX_DIMENSIONS = 2**31 - 1
-
-Inputs = dict[str, str] | dict[str, list[int]]
-"""Path in the request -> text, or token ids."""
 
 Encoding = Literal["float", "base64"]
 
@@ -79,62 +75,29 @@ class Embedder(Protocol):
     async def embed(self, texts: Sequence[EmbeddingInput], deadline_s: float, *, tenant: str) -> list[bytes]: ...
 
 
-@takes(
-    {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            {"type": "array", "minItems": 1, "maxItems": MAX_ITEMS, "items": {"type": "string", "minLength": 1}},
-            {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-            {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": MAX_ITEMS,
-                "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-            },
-        ]
-    }
+check_input = texts_or_ids(MAX_ITEMS, 1)
+EMBEDDINGS = table(
+    used("model", text(), "string, required", "Name of an embedding model, as in `GET /v1/models`."),
+    used(
+        "input",
+        check_input,
+        "string, array of strings, array of token ids, or array of arrays of token ids; required",
+        "The texts, up to 2048, none of them empty. Token ids are the model's own.",
+    ),
+    used(
+        "encoding_format",
+        choice("float", "base64"),
+        ", default `float`",
+        "Numbers, or the base64 of little-endian float32.",
+    ),
+    used(
+        "dimensions",
+        integer(1, _MAX_DIMENSIONS),
+        ", default: the model's",
+        "The first so many numbers of each vector, scaled to length 1 again.",
+    ),
+    no_effect("user", text(), "string", "The key decides who asks."),
 )
-def check_input(value: Any, path: str) -> Inputs:
-    if type(value) is str:
-        return {path: _text(value, path)}
-    if type(value) is not list:
-        raise wrong_type(path, "a string or an array", value)
-    if not value:
-        raise empty_array(path)
-    first = type(value[0])
-    if first is not str and first is not list:
-        return {path: _ids(value, path)}
-    paths = [f"{path}[{index}]" for index in range(len(at_most(MAX_ITEMS, value, path)))]
-    if first is str:
-        return {where: _text(item, where) for where, item in zip(paths, value, strict=True)}
-    return {where: _ids(item, where) for where, item in zip(paths, value, strict=True)}
-
-
-EMBEDDINGS = {
-    parameter.name: parameter
-    for parameter in (
-        Parameter("model", text(), "string, required", "Name of an embedding model, as in `GET /v1/models`."),
-        Parameter(
-            "input",
-            check_input,
-            "string, array of strings, array of token ids, or array of arrays of token ids; required",
-            "The texts, up to 2048, none of them empty. Token ids are the model's own.",
-        ),
-        Parameter(
-            "encoding_format",
-            choice("float", "base64"),
-            "`float` or `base64`, default `float`",
-            "Numbers, or the base64 of little-endian float32.",
-        ),
-        Parameter(
-            "dimensions",
-            integer(1, _MAX_DIMENSIONS),
-            "integer from 1, default: the model's",
-            "The first so many numbers of each vector, scaled to length 1 again.",
-        ),
-        Parameter("user", text(), "string", "The key decides who asks.", "none"),
-    )
-}
 
 
 class Embeddings:
@@ -229,14 +192,12 @@ class Embeddings:
     async def _tokens(self, inputs: Inputs, model: EmbeddingModel) -> list[Sequence[int]]:
         """With special tokens, in the order of the inputs, which are all texts or all ids. Raises BadRequestError for
         texts beyond a limit, and for ids that are none."""
-        if len(inputs) > self._settings.max_inputs:
-            raise array_too_long("input", self._settings.max_inputs, len(inputs))
+        at_most(self._settings.max_inputs, list(inputs), "input")
         strings: list[str] = []
         texts: list[Sequence[int]] = []
         for path, item in inputs.items():
             if isinstance(item, str):
-                _check_chars(item, path, self._settings.max_input_chars)
-                strings.append(item)
+                strings.append(text(self._settings.max_input_chars)(item, path))
             else:
                 _check_ids(item, path, model.vocabulary)
                 texts.append(model.completed(item))
@@ -264,42 +225,11 @@ def _dimensions(asked: int | None, model: EmbeddingModel) -> int:
     return integer(1, model.dimensions)(asked, "dimensions")
 
 
-def _text(value: Any, path: str) -> str:
-    if type(value) is not str:
-        raise wrong_type(path, "a string", value)
-    if not value:
-        raise empty_text(path)
-    return value
-
-
-def _ids(value: Any, path: str) -> list[int]:
-    if type(value) is not list:
-        raise wrong_type(path, "an array of token ids", value)
-    if not value:
-        raise empty_array(path)
-    if set(map(type, value)) != {int}:
-        index = next(index for index, item in enumerate(value) if type(item) is not int)
-        raise wrong_type(f"{path}[{index}]", "an integer", value[index])
-    return value
-
-
 def _check_ids(ids: Sequence[int], path: str, vocabulary: int) -> None:
-    if min(ids) >= 0 and max(ids) < vocabulary:
-        return
-    index = next(index for index, one in enumerate(ids) if not 0 <= one < vocabulary)
-    raise BadRequestError(
-        f"Invalid '{path}[{index}]': {ids[index]} is no token id of this model, whose ids are 0 to {vocabulary - 1}. "
-        "Ids of another tokeniser, such as cl100k_base, mean other texts here: send the text itself.",
-        param=f"{path}[{index}]",
-        code="invalid_value",
-    )
-
-
-def _check_chars(value: str, path: str, limit: int) -> None:
-    if len(value) > limit:
-        raise BadRequestError(
-            f"Invalid '{path}': string too long. Expected a string with maximum length {limit}, "
-            f"but got a string with length {len(value)} instead.",
-            param=path,
-            code="string_above_max_length",
+    if max(ids) >= vocabulary:
+        index = next(index for index, one in enumerate(ids) if one >= vocabulary)
+        raise invalid(
+            f"{path}[{index}]",
+            f"{ids[index]} is no token id of this model, whose ids are 0 to {vocabulary - 1}. Ids of another "
+            "tokeniser, such as cl100k_base, mean other texts here: send the text itself",
         )

@@ -52,13 +52,12 @@ def _no_media(kind: str, path: str) -> BadRequestError | None:
     return UnsupportedError(f"{_media[kind]} are not supported by this model.", param=f"{path}.type")
 
 
-def _content(*kinds: str, user: bool = False) -> Check[str]:
-    """A string, or parts of these kinds, joined."""
+def _content(*kinds: str, user: bool = False) -> Check[str | list[dict[str, Any]]]:
+    """A string, or parts of these kinds, which caching.py joins."""
     marks = {"type": _string, "prompt_cache_breakpoint": check_breakpoint, "cache_control": check_control}
     parts = {kind: record(kind, **{kind: _string}, **marks) for kind in kinds}
     part = tagged("type", parts, _no_media) if user else tagged("type", parts)
-    several = array_of(part, 1, what="a string or an array of objects")
-    return text_or(made(several, lambda found, _: "".join([one[one["type"]] for one in found])))
+    return text_or(array_of(part, 1, what="a string or an array of objects"))
 
 
 @takes({})
@@ -67,7 +66,6 @@ def _no_audio(value: Any, path: str) -> None:
 
 
 def _plain(message: Message, path: str) -> Message:
-    message.pop("cache_control", None)  # caching.py makes a breakpoint of it
     if message["role"] == "developer":
         message["role"] = "system"
     return message
@@ -82,11 +80,11 @@ def _assistant(given: Message, path: str) -> Message:
     message: Message = {"role": "assistant", "content": given.get("content", given.get("refusal", ""))}
     if calls:
         message["tool_calls"] = calls
-    return message | {name: given[name] for name in ("reasoning_content", "name") if name in given}
+    return message | {name: given[name] for name in ("reasoning_content", "name", "cache_control") if name in given}
 
 
 def _function(given: Message, path: str) -> Message:
-    return {"role": "tool", "content": given.get("content", ""), "name": given["name"]}
+    return {"content": "", **given, "role": "tool"}
 
 
 def _call(given: Message, path: str) -> Message:

@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.api.cache_control import check_cache
+from gateway.api.call import MAX_PROMPTS
 from gateway.api.fields import (
     INT64,
     MAX_STOP_CHARS,
-    JsonSchema,
     an_object,
     anything,
     array_of,
@@ -33,6 +33,7 @@ from gateway.api.fields import (
 )
 from gateway.api.openai.caching import check_options
 from gateway.api.openai.formats import STRUCTURED, response_format, structured_outputs
+from gateway.api.openai.inputs import texts_or_ids, token_id
 from gateway.api.openai.messages import parse_messages
 from gateway.api.openai.tools import function_call, functions, tool_choice, tools
 from gateway.errors import BadRequestError
@@ -44,16 +45,13 @@ MAX_STOPS = 4
 MAX_STOP_IDS = 64
 MAX_BIASES = 10_000
 REPETITION_MIN, REPETITION_MAX = 0.01, 10.0
-TOKEN_ID_MAX = 2**32 - 1
 
 TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-_token_id = integer(0, TOKEN_ID_MAX)
 _bias = number(-100, 100)
 _string = text()
 _stop = text(MAX_STOP_CHARS, 1)
-_ids: JsonSchema = {"type": "array", "items": _token_id.schema, "minItems": 1}
 
 
 @takes({"anyOf": [_stop.schema, {"type": "array", "items": _stop.schema, "maxItems": MAX_STOPS}]})
@@ -88,12 +86,6 @@ def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
                 code="invalid_value",
             )
     return tuple((int(key), _bias(item, f"{path}.{key}")) for key, item in value.items())
-
-
-@takes({"anyOf": [_string.schema, {**_ids, "items": _string.schema}, _ids, {**_ids, "items": _ids}]})
-def _prompt(value: Any, path: str) -> Any:
-    """Looked at where it becomes prompts, request.py."""
-    return value
 
 
 _SHARED = (
@@ -142,7 +134,7 @@ _SHARED = (
     ),
     used(
         "stop_token_ids",
-        made(array_of(_token_id, 1, MAX_STOP_IDS), lambda ids, _: tuple(ids)),
+        made(array_of(token_id, 1, MAX_STOP_IDS), lambda ids, _: tuple(ids)),
         "array of up to 64 integers",
         "Extension: token ids that end the answer and are not returned.",
     ),
@@ -279,7 +271,7 @@ COMPLETION = table(
     *_SHARED,
     used(
         "prompt",
-        _prompt,
+        texts_or_ids(MAX_PROMPTS),
         "string, array of strings, array of token ids, or array of arrays of token ids",
         "What is continued; not given, the beginning of a new document. Several prompts run side by side.",
     ),

@@ -145,7 +145,7 @@ async def test_lines_of_a_batch_are_under_no_limit_per_minute() -> None:
 
 
 def chat(**options: Any) -> Need:
-    call = parse_chat({"model": "demo", "messages": [{"role": "user", "content": "x" * 100}], **options}, LEASES, 8)
+    call = parse_chat({"model": "demo", "messages": [{"role": "user", "content": "x" * 100}], **options}, LEASES)
     return need_of(call, 160, 8192)
 
 
@@ -161,12 +161,12 @@ def test_four_bytes_are_taken_for_a_token_and_an_answer_for_as_long_as_it_may_be
 
 def test_prompts_that_come_as_tokens_are_counted() -> None:
     prompts = [[1, 2, 3], [4] * 7]
-    call = parse_completion({"model": "demo", "prompt": prompts, "max_tokens": 5, "best_of": 2}, 8)
+    call = parse_completion({"model": "demo", "prompt": prompts, "max_tokens": 5, "best_of": 2})
     assert need_of(call, 9000, 8192) == Need(10, 5, 4)
 
 
 def test_a_prompt_that_is_longer_than_its_request_counts_by_its_characters() -> None:
-    call = parse_completion({"model": "demo", "prompt": "y" * 401}, 8)
+    call = parse_completion({"model": "demo", "prompt": "y" * 401})
     assert need_of(call, 40, 8192).input_tokens == 101
 
 

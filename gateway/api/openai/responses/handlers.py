@@ -18,7 +18,7 @@ from gateway.api.lines import Endpoint
 from gateway.api.openai.responses.items import with_ids
 from gateway.api.openai.responses.keeping import RETRY_AFTER_S, Background, ResponseKeeper, settled
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
-from gateway.api.openai.responses.request import ResponsesRequest, parse, parse_count, shortened, to_call, turns
+from gateway.api.openai.responses.request import ResponsesRequest, parse, shortened, to_call, turns
 from gateway.api.openai.responses.response import new_token
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse, diagnose, resolved
@@ -180,7 +180,7 @@ class Responses:
     async def input_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens"""
         tenant = http[TENANT]
-        query = await parsed(http[RECORD], lambda _, body: parse_count(body), http[BODY])
+        query = await parsed(http[RECORD], lambda _, body: parse(body, TOKENS), http[BODY])
         model = self._answering.model(query.values["model"], http[RECORD])
         call = await self._call(http[RECORD], tenant, query, await self._items(tenant, query), model)
         tokens = await self._answering.count(http[RECORD], tenant, call, model)

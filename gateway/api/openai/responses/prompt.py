@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.api.openai.caching import Point
+from gateway.api.openai.caching import Point, join_parts
 from gateway.api.openai.messages import Message, read_arguments
 from gateway.api.openai.responses.tools import CALLS, OUTPUTS, Item, call_of
 from gateway.errors import BadRequestError
@@ -57,14 +57,14 @@ def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0
 
 def _add_message(conversation: Conversation, item: Item, path: str) -> Message | None:
     """Returns it if it is the assistant's."""
+    messages, points = conversation
     role = "system" if item["role"] == "developer" else item["role"]
-    message = {"role": role, "content": _joined(conversation, item["content"], f"{path}.content")}
-    conversation.messages.append(message)
-    return message if role == "assistant" else None
+    messages.append({"role": role, "content": join_parts(item["content"], len(messages), f"{path}.content", points)})
+    return messages[-1] if role == "assistant" else None
 
 
 def _add_output(conversation: Conversation, item: Item, called: dict[str, tuple[str, str]], path: str) -> None:
-    call_id = item["call_id"]
+    (messages, points), call_id = conversation, item["call_id"]
     if call_id not in called:
         raise BadRequestError(
             f"No tool call found for function call output with call_id {call_id[:64]!r}.",
@@ -75,23 +75,8 @@ def _add_output(conversation: Conversation, item: Item, called: dict[str, tuple[
     if type(output) is str:
         content = output
     elif item["type"] in ("function_call_output", "custom_tool_call_output"):
-        content = _joined(conversation, output, f"{path}.output")
+        content = join_parts(output, len(messages), f"{path}.output", points)
     else:
         content = orjson.dumps(output).decode()
     call_id, name = called[call_id]
-    message = {"role": "tool", "content": content, "tool_call_id": call_id, "name": name}
-    conversation.messages.append(message)
-
-
-def _joined(conversation: Conversation, parts: Sequence[Item], path: str) -> str:
-    """The texts of a message's parts as one, whose breakpoints become points of the message that comes next."""
-    texts: list[str] = []
-    chars, message = 0, len(conversation.messages)
-    for number, part in enumerate(parts):
-        text = part["refusal"] if part["type"] == "refusal" else part["text"]
-        texts.append(text)
-        chars += len(text)
-        if (point := part.get("prompt_cache_breakpoint")) is not None:
-            where = f"{path}[{number}].prompt_cache_breakpoint.ttl"
-            conversation.points.append(Point(message, chars, point.get("ttl"), where))
-    return "".join(texts)
+    messages.append({"role": "tool", "content": content, "tool_call_id": call_id, "name": name})

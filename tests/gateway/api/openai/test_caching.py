@@ -26,7 +26,7 @@ def user(*parts: Any) -> dict[str, Any]:
 def asked(*messages: dict[str, Any], leases: LeaseSettings | None = None, **fields: Any) -> tuple[Any, bool]:
     """Markers and use_cache."""
     body = {"model": "demo", "messages": list(messages), **fields}
-    call = parse_chat(body, leases or LeaseSettings(), max_answers=1)
+    call = parse_chat(body, leases or LeaseSettings())
     (prompt,) = call.prompts
     assert isinstance(prompt, ChatPrompt)
     return prompt.markers, call.use_cache
@@ -152,4 +152,4 @@ def test_even_a_breakpoint_that_does_not_count_has_to_be_right() -> None:
 @pytest.mark.parametrize(("mode", "only_leased"), [("explicit", True), ("implicit", False)])
 def test_only_explicit_mode_is_told_of_leases_alone(mode: str, only_leased: bool) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt_cache_options": {"mode": mode}}
-    assert parse_chat(body, LeaseSettings(), 16).only_leased is only_leased
+    assert parse_chat(body, LeaseSettings()).only_leased is only_leased

@@ -107,7 +107,7 @@ async def test_null_is_not_given_and_the_user_has_no_effect() -> None:
         ({"model": NAME, "input": [1.5]}, "input[0]", "invalid_type", "an integer"),
         ({"model": NAME, "input": {"text": "a"}}, "input", "invalid_type", "a string or an array"),
         ({"model": NAME, "input": [5, 1000]}, "input[1]", "invalid_value", "0 to 999"),
-        ({"model": NAME, "input": [[5, -1]]}, "input[0][1]", "invalid_value", "cl100k_base"),
+        ({"model": NAME, "input": [[5, -1]]}, "input[0][1]", "invalid_value", "token ids"),
         ({"model": NAME, "input": "a", "encoding_format": "int8"}, "encoding_format", "invalid_value", "base64"),
         ({"model": NAME, "input": "a", "dimensions": 0}, "dimensions", "integer_below_min_value", ">= 1"),
         ({"model": NAME, "input": "a", "dimensions": 5}, "dimensions", "integer_above_max_value", "<= 4"),

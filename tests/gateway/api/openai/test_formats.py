@@ -22,7 +22,7 @@ SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"cons
 
 
 def chat(**fields: Any) -> Constraint | None:
-    return parse_chat({"model": "demo", "messages": MESSAGES, **fields}, LeaseSettings(), max_answers=8).constraint
+    return parse_chat({"model": "demo", "messages": MESSAGES, **fields}, LeaseSettings()).constraint
 
 
 def schema_format(schema: Any = SCHEMA, **fields: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def test_a_json_object_and_a_format_without_a_schema() -> None:
 
 def test_completions_have_formats_too() -> None:
     body = {"model": "demo", "prompt": "a", "structured_outputs": {"regex": "a+"}}
-    assert parse_completion(body, 1).constraint == Constraint(Grammar("regex", "a+"), "structured_outputs.regex")
+    assert parse_completion(body).constraint == Constraint(Grammar("regex", "a+"), "structured_outputs.regex")
 
 
 def test_structured_outputs_of_every_kind() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api.openai.caching import join_messages
 from gateway.api.openai.messages import parse_messages
 from gateway.errors import BadRequestError
 
@@ -12,7 +13,9 @@ PARSED_CALL = {"id": "call_1", "type": "function", "function": {"name": "look", 
 
 
 def one(**message: Any) -> Any:
-    return parse_messages([message], "messages")[0]
+    messages = parse_messages([message], "messages")
+    join_messages(messages)
+    return messages[0]
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.call import NEW_DOCUMENT, settle
+from gateway.api.call import MAX_PROMPTS, NEW_DOCUMENT, settle
 from gateway.api.choices import Choices
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
@@ -18,11 +18,11 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def chat(**fields: Any) -> Any:
-    return parse_chat({"model": "demo", "messages": MESSAGES, **fields}, LeaseSettings(), max_answers=128)
+    return parse_chat({"model": "demo", "messages": MESSAGES, **fields}, LeaseSettings())
 
 
 def completion(prompt: Any = "hi", **fields: Any) -> Any:
-    return parse_completion({"model": "demo", "prompt": prompt, **fields}, max_prompts=4)
+    return parse_completion({"model": "demo", "prompt": prompt, **fields})
 
 
 def tokens(*ids: int) -> TokenPrompt:
@@ -95,10 +95,10 @@ def test_one_answer_is_asked_for_unless_told_otherwise() -> None:
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"best_of": 21}, "best_of"),
-        ({"prompt": ["a", "b"], "n": 3}, "n"),
-        ({"n": 5}, "n"),
+        ({"prompt": ["a"] * 129, "n": 2}, "n"),
+        ({"n": 129}, "n"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_answers_that_cannot_be_generated_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as refused:
@@ -315,11 +315,11 @@ def test_a_prompt_may_be_text_or_token_ids_once_or_several_times(prompt: Any, ex
         (["a", 1], "prompt[1]", "invalid_type"),
         ([[1], "a"], "prompt[1]", "invalid_type"),
         ([[1, "a"]], "prompt[0][1]", "invalid_type"),
-        ([1, -2], "prompt", "invalid_value"),
-        ([1, 2**32], "prompt", "invalid_value"),
-        (["a"] * 5, "prompt", "array_above_max_length"),
+        ([1, -2], "prompt[1]", "invalid_value"),
+        ([1, 2**32], "prompt[1]", "invalid_value"),
+        (["a"] * (MAX_PROMPTS + 1), "prompt", "array_above_max_length"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_prompt_that_is_neither_is_named_by_its_path(prompt: Any, param: str, code: str) -> None:
     with pytest.raises(BadRequestError) as refused:

@@ -44,7 +44,7 @@ TWO = Tool("now", path="tools[1].function.parameters")
 
 
 def chat(**fields: Any) -> Call:
-    return parse_chat({"model": "demo", "messages": HI, **fields}, LeaseSettings(), max_answers=8)
+    return parse_chat({"model": "demo", "messages": HI, **fields}, LeaseSettings())
 
 
 @pytest.mark.parametrize(

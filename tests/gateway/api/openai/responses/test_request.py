@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.api.call import Call
-from gateway.api.openai.responses.parameters import RESPONSE
-from gateway.api.openai.responses.request import parse, parse_count, shortened, to_call, turns
+from gateway.api.openai.responses.parameters import RESPONSE, TOKENS
+from gateway.api.openai.responses.request import parse, shortened, to_call, turns
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt, Marker
@@ -39,8 +39,8 @@ def test_a_plain_input_has_the_defaults_of_the_api() -> None:
 
 
 def test_an_input_may_be_missing_where_another_response_is_gone_on_from() -> None:
-    assert parse({"model": "demo", "previous_response_id": "resp_1"}).items == []
-    assert parse_count({"model": "demo", "previous_response_id": "resp_1"}).items == []
+    for table in (RESPONSE, TOKENS):
+        assert parse({"model": "demo", "previous_response_id": "resp_1"}, table).items == []
 
 
 def test_a_conversation_that_is_too_long_begins_later_at_a_message_of_the_user() -> None:

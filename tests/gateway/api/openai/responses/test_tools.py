@@ -10,7 +10,8 @@ import openai
 import pydantic
 import pytest
 
-from gateway.api.openai.responses.request import parse, parse_count, to_call
+from gateway.api.openai.responses.parameters import TOKENS
+from gateway.api.openai.responses.request import parse, to_call
 from gateway.api.openai.responses.tools import tool_choice, tools
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
@@ -133,9 +134,9 @@ def test_what_is_wrong_is_named_by_its_path(fields: dict[str, Any], param: str, 
 
 
 def test_counting_looks_at_tools_as_well() -> None:
-    assert parse_count({"model": "demo", "input": "hi", "tools": [TIME]}).values["tools"]
+    asked = parse({"model": "demo", "input": "hi", "tool_choice": "required"}, TOKENS)
     with pytest.raises(BadRequestError):
-        parse_count({"model": "demo", "input": "hi", "tool_choice": "required"})
+        to_call(asked, asked.items, LeaseSettings())
 
 
 class Weather(pydantic.BaseModel):
