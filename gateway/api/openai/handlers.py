@@ -11,12 +11,11 @@ from aiohttp import web
 
 from gateway.api.answering import Answering, Generation
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
-from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
+from gateway.api.fields import choice, in_url, integer, read_query, table, text, used
 from gateway.api.lines import Endpoint, generating
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
-from gateway.api.openai.response import Calls, ChatShape, CompletionShape, model_json
-from gateway.api.openai.tools import custom_names, names_a_tool
+from gateway.api.openai.response import ChatShape, CompletionShape, model_json
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
 from gateway.api.replies import page_json, reply_json
@@ -24,13 +23,12 @@ from gateway.api.tiers import grant
 from gateway.config import LeaseSettings
 from gateway.errors import ModelNotFoundError
 
-_list = (
-    Parameter("after", text(), "id of a chat", "Only those that come after this one."),
-    Parameter("limit", in_url(integer(1, 10_000)), "integer 1 to 10000", "Chats at most."),
-    Parameter("order", choice("asc", "desc"), "`asc` or `desc`", "Their order by age."),
-    Parameter("model", text(), "string", "Only those of this model."),
+LIST: Final = table(
+    used("after", text(), "id of a chat", "Only those that come after this one."),
+    used("limit", in_url(integer(1, 10_000)), "", "Chats at most."),
+    used("order", choice("asc", "desc"), "", "Their order by age."),
+    used("model", text(), "string", "Only those of this model."),
 )
-LIST: Final = {parameter.name: parameter for parameter in _list}
 
 
 class OpenAI:
@@ -66,13 +64,7 @@ class OpenAI:
                 passes="metered",
                 example={"model": EXAMPLE_MODEL, "prompt": "Once upon a time", "max_tokens": 32},
             ),
-            Route(
-                "GET",
-                "/v1/chat/completions",
-                self.list_chats,
-                "Stored chats: none, ever.",
-                query=LIST,
-            ),
+            Route("GET", "/v1/chat/completions", self.list_chats, "Stored chats: none, ever.", query=LIST),
             Route("GET", "/v1/models", self.list_models, "The models that are served."),
             Route("GET", "/v1/models/{model:.+}", self.get_model, "One of them."),
         ]
@@ -102,23 +94,14 @@ class OpenAI:
     def _chat(self, record: Record, body: dict[str, Any]) -> Generation:
         call = parse_chat(body, self._leases)
         model = self._answering.model(call.model, record)
-        calls = Calls.NONE if call.tool_use is None else Calls.FUNCTION if body.get("functions") else Calls.TOOLS
-        shape = ChatShape(
-            model,
-            call.choices.n,
-            tier=grant(call.tier, record),
-            include_usage=call.include_usage,
-            calls=calls,
-            named=names_a_tool(body),
-            custom=custom_names(body),
-        )
+        shape = ChatShape(model, call, body, tier=grant(call.tier, record))
         stamp = shape.stamp(stream=call.stream) if call.tool_use is None else None  # each call has an id of its own
         return Generation(call, model, shape, stamp=stamp)
 
     def _completion(self, record: Record, body: dict[str, Any]) -> Generation:
         call = parse_completion(body)
         model = self._answering.model(call.model, record)
-        shape = CompletionShape(model, include_usage=call.include_usage)
+        shape = CompletionShape(model, call)
         return Generation(call, model, shape, stamp=shape.stamp(stream=call.stream))
 
     def _models(self, http: web.Request) -> Mapping[str, int]:

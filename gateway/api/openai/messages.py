@@ -7,18 +7,15 @@ deprecated `function` forms become their `tool` forms, because chat templates kn
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from gateway.api.body import deeper_than
 from gateway.api.fields import (
-    MAX_ITEMS,
     Check,
     anything,
     array_of,
-    at_most,
-    empty_array,
     made,
     missing,
     record,
@@ -26,7 +23,6 @@ from gateway.api.fields import (
     takes,
     text,
     text_or,
-    wrong_type,
 )
 from gateway.api.openai.caching import check_breakpoint, check_control
 from gateway.api.openai.tools import arguments_of
@@ -133,25 +129,22 @@ _message = tagged(
 )
 
 
-@takes(array_of(_message, 1).schema)
-def parse_messages(value: Any, path: str) -> list[Message]:
-    """Raises BadRequestError with the path of what is wrong, UnsupportedError for images, audio and files."""
-    if type(value) is not list:
-        raise wrong_type(path, "an array of objects", value)
-    if not value:
-        raise empty_array(path)
-    messages = []
-    for index, item in enumerate(at_most(MAX_ITEMS, value, path)):
-        # Nearly all messages of a long conversation are this plain, and need nothing else looked at.
-        plain = (
-            type(item) is dict
-            and len(item) == 2
-            and item.get("role") in _AS_THEY_ARE
-            and type(item.get("content")) is str
-        )
-        messages.append(item if plain else _message.function(item, f"{path}[{index}]"))
+def _any_message(item: Any, path: str) -> Message:
+    plain = (  # as nearly all messages of a long conversation are: nothing else needs to be looked at
+        type(item) is dict and len(item) == 2 and item.get("role") in _AS_THEY_ARE and type(item.get("content")) is str
+    )
+    return item if plain else _message.function(item, path)
+
+
+def _with_arguments(messages: list[Message], path: str) -> list[Message]:
     read_arguments(messages)
     return messages
+
+
+parse_messages: Final = made(
+    array_of(Check(_any_message, _message.schema), 1, what="an array of objects"), _with_arguments
+)
+"""Raises BadRequestError with the path of what is wrong, UnsupportedError for images, audio and files."""
 
 
 def read_arguments(messages: Iterable[Message]) -> None:

@@ -14,10 +14,10 @@ from gateway.api.fields import (
     an_object,
     anything,
     array_of,
-    array_too_long,
     boolean,
     choice,
     integer,
+    invalid,
     made,
     no_effect,
     number,
@@ -29,14 +29,12 @@ from gateway.api.fields import (
     text,
     too_many_properties,
     used,
-    wrong_type,
 )
 from gateway.api.openai.caching import check_options
 from gateway.api.openai.formats import STRUCTURED, response_format, structured_outputs
 from gateway.api.openai.inputs import texts_or_ids, token_id
 from gateway.api.openai.messages import parse_messages
 from gateway.api.openai.tools import function_call, functions, tool_choice, tools
-from gateway.errors import BadRequestError
 
 MAX_TOKENS = 2**31 - 1
 PRIORITY_MAX = 2**31 - 1
@@ -52,18 +50,13 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _bias = number(-100, 100)
 _string = text()
 _stop = text(MAX_STOP_CHARS, 1)
+_stops = array_of(_stop, most=MAX_STOPS, what="a string or an array of strings")
 
 
-@takes({"anyOf": [_stop.schema, {"type": "array", "items": _stop.schema, "maxItems": MAX_STOPS}]})
+@takes({"anyOf": [_stop.schema, _stops.schema]})
 def stop(value: Any, path: str) -> tuple[str, ...]:
     """One string or up to four, none of them empty or longer than MAX_STOP_CHARS."""
-    if type(value) is str:
-        return (_stop(value, path),)
-    if type(value) is not list:
-        raise wrong_type(path, "a string or an array of strings", value)
-    if len(value) > MAX_STOPS:
-        raise array_too_long(path, MAX_STOPS, len(value))
-    return tuple(_stop(item, f"{path}[{index}]") for index, item in enumerate(value))
+    return (_stop(value, path),) if type(value) is str else tuple(_stops(value, path))
 
 
 @takes(
@@ -78,13 +71,8 @@ def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
     """Token id, as a string, to -100..100; up to MAX_BIASES of them."""
     if len(an_object(value, path)) > MAX_BIASES:
         raise too_many_properties(path, MAX_BIASES, len(value))
-    for key in value:
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise BadRequestError(
-                f"Invalid key in '{path}': every key must be a token id, written as a string of digits.",
-                param=path,
-                code="invalid_value",
-            )
+    if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in value):
+        raise invalid(path, "every key must be a token id, written as a string of digits")
     return tuple((int(key), _bias(item, f"{path}.{key}")) for key, item in value.items())
 
 

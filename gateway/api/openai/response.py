@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +15,8 @@ import xxhash
 
 from engine.protocol import Hello, Namespace
 from gateway.api.answering import AnswerShape
-from gateway.api.openai.tools import input_of
+from gateway.api.call import Call
+from gateway.api.openai.tools import custom_names, input_of, names_a_tool
 from gateway.api.openai.wire import error_json
 from gateway.api.replies import Answer, Stamp, data, json_line, json_text, new_id
 from gateway.errors import KvasirError
@@ -49,21 +49,11 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Calls(Enum):
-    """How tool calls are written."""
-
-    NONE = "none"  # there are no tools
-    TOOLS = "tools"
-    FUNCTION = "function"  # deprecated: at most one, and no list
-
-
 class _ChoicesShape(AnswerShape):
     """What chats and completions have in common. `kind` is `object` of a whole answer, `chunk_kind` of its chunks;
     `more` fields go into both."""
 
-    def __init__(
-        self, model: Hello, prefix: str, kind: str, chunk_kind: str, *, include_usage: bool, **more: Any
-    ) -> None:
+    def __init__(self, model: Hello, call: Call, prefix: str, kind: str, chunk_kind: str, **more: Any) -> None:
         self._prefix, self._kind, self._chunk_kind = prefix, kind, chunk_kind
         self._base: dict[str, Any] = {
             "id": f"{prefix}-{secrets.token_hex(16)}",
@@ -73,10 +63,10 @@ class _ChoicesShape(AnswerShape):
             **more,
             "system_fingerprint": _fingerprint(model.namespace),
         }
-        self._include_usage = include_usage
+        self._include_usage = call.include_usage
         # What stands before the fields of a choice in every chunk, and after its closing bracket.
         self._head = b"data: " + orjson.dumps({**self._base, "object": chunk_kind})[:-1] + b',"choices":[{'
-        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._tail = b',"usage":null}\n\n' if call.include_usage else b"}\n\n"
 
     def stamp(self, *, stream: bool) -> Stamp:
         """What is new in each answer; ids of tool calls are not in it."""
@@ -113,30 +103,20 @@ class _ChoicesShape(AnswerShape):
 class ChatShape(_ChoicesShape):
     """`chat.completion` and its chunks, of `n` choices."""
 
-    def __init__(
-        self,
-        model: Hello,
-        n: int,
-        *,
-        include_usage: bool,
-        tier: Tier = "default",
-        calls: Calls = Calls.NONE,
-        named: bool = False,
-        custom: frozenset[str] = frozenset(),
-    ) -> None:
-        """`tier` is the one served; `named`: a call of one tool was asked for by name, which is then no reason to end;
-        `custom`: names of the custom tools."""
+    def __init__(self, model: Hello, call: Call, body: Mapping[str, Any], tier: Tier) -> None:
+        """`body` is the request's, which is valid; `tier` is the one served."""
         kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
-        super().__init__(model, *kinds, include_usage=include_usage, service_tier=tier)
-        self._n = n
-        self._calls = calls
-        self._named = named
-        self._custom = custom
+        super().__init__(model, call, *kinds, service_tier=tier)
+        self._n = call.choices.n
+        self._has_tools = call.tool_use is not None
+        self._deprecated = bool(body.get("functions"))  # at most one call, which is no list
+        self._named = names_a_tool(body)  # the call is then no reason to end
+        self._custom = custom_names(body)
         self._inputs: dict[int, tuple[int, list[str]]] = {}  # by choice, of a call of a custom tool: its arguments
 
     def prelude(self) -> bytes:
         """What goes out before everything: the role of each choice, in order, for SDKs that keep choices in a list."""
-        content = b'""' if self._calls is Calls.NONE else b"null"  # there may be none
+        content = b'""' if not self._has_tools else b"null"  # there may be none
         role = b'"delta":{"role":"assistant","content":%b}' % content
         return b"".join(self._chunk(index, role) for index in range(self._n))
 
@@ -155,7 +135,7 @@ class ChatShape(_ChoicesShape):
             return b""
         before = self._input(index)
         function = {"name": delta.name, "arguments": delta.arguments} if delta.name else {"arguments": delta.arguments}
-        if self._calls is Calls.FUNCTION:
+        if self._deprecated:
             return self._chunk(index, b'"delta":{"function_call":%b}' % json_line(function))
         fields: dict[str, Any] = {"index": delta.call, "function": function}
         if delta.name:
@@ -189,9 +169,9 @@ class ChatShape(_ChoicesShape):
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
-        if answer.calls or self._calls is not Calls.NONE:
+        if answer.calls or self._has_tools:
             message["content"] = answer.text or None
-        if answer.calls and self._calls is Calls.FUNCTION:
+        if answer.calls and self._deprecated:
             message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
         elif answer.calls:
             message["tool_calls"] = [self._whole_call(call.name, call.arguments) for call in answer.calls]
@@ -207,14 +187,14 @@ class ChatShape(_ChoicesShape):
             return reason
         if self._named:
             return "stop"
-        return "function_call" if self._calls is Calls.FUNCTION else reason
+        return "function_call" if self._deprecated else reason
 
 
 class CompletionShape(_ChoicesShape):
     """`text_completion`, whole and in chunks. Choices are numbered by prompt, and by answer within each."""
 
-    def __init__(self, model: Hello, *, include_usage: bool) -> None:
-        super().__init__(model, "cmpl", "text_completion", "text_completion", include_usage=include_usage)
+    def __init__(self, model: Hello, call: Call) -> None:
+        super().__init__(model, call, "cmpl", "text_completion", "text_completion")
         self._echoed: dict[int, int] = {}  # characters of the prompt in front of a choice
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:

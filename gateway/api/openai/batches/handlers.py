@@ -11,21 +11,19 @@ from aiohttp import web
 from gateway.api.batches import BatchRoutes
 from gateway.api.dialect import Route
 from gateway.api.fields import (
-    Parameter,
-    an_object,
     choice,
     in_url,
     integer,
     invalid,
-    missing,
-    object_schema,
+    made,
     read,
     read_query,
     record,
     shown,
     string_map,
-    takes,
+    table,
     text,
+    used,
 )
 from gateway.api.openai.batches.rows import ENDPOINTS
 from gateway.api.openai.files import LONGEST_S, SHORTEST_S
@@ -44,65 +42,52 @@ WINDOW: Final = "24h"
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 FILE_PURPOSE: Final = "batch"
 
-_TIMES: Final[tuple[tuple[str, State], ...]] = (
-    ("in_progress_at", "in_progress"),
-    ("finalizing_at", "finalizing"),
-    ("completed_at", "completed"),
-    ("failed_at", "failed"),
-    ("expired_at", "expired"),
-    ("cancelling_at", "cancelling"),
-    ("cancelled_at", "cancelled"),
+_REACHED: Final[tuple[State, ...]] = (
+    "in_progress",
+    "finalizing",
+    "completed",
+    "failed",
+    "expired",
+    "cancelling",
+    "cancelled",
 )
-_expiry = record(anchor=choice("created_at"), seconds=integer(SHORTEST_S, LONGEST_S))
+"""States of which a batch says when it reached them."""
 
-
-@takes(
-    object_schema(
-        {"anchor": {"enum": ["created_at"]}, "seconds": integer(SHORTEST_S, LONGEST_S).schema}, "anchor", "seconds"
-    )
-)
-def expires_after(value: Any, path: str) -> float:
-    """Seconds."""
-    for name in ("anchor", "seconds"):
-        if an_object(value, path).get(name) is None:
-            raise missing(f"{path}.{name}")
-    return float(_expiry(value, path)["seconds"])
-
-
-_create = (
-    Parameter("input_file_id", text(), "id of a file", "The requests: a file with the purpose `batch`."),
-    Parameter(
-        "endpoint",
-        choice(*ENDPOINTS),
-        ", ".join(f"`{one}`" for one in ENDPOINTS),
-        "What all requests of the file ask; their `url` is the same.",
+_expires_after: Final = made(
+    record(
+        *("anchor", "seconds"),
+        anchor=choice("created_at"),
+        seconds=integer(SHORTEST_S, LONGEST_S),
     ),
-    Parameter(
+    lambda given, _: float(given["seconds"]),
+)
+CREATE: Final = table(
+    used("input_file_id", text(), "id of a file", "The requests: a file with the purpose `batch`."),
+    used("endpoint", choice(*ENDPOINTS), "", "What all requests of the file ask; their `url` is the same."),
+    used(
         "completion_window",
         choice(WINDOW),
         f"`{WINDOW}`",
         "Requests that have not begun within `batches.window_s` expire.",
     ),
-    Parameter(
+    used(
         "metadata",
         string_map(16, 64, 512),
         "up to 16 pairs, key up to 64, value up to 512 characters",
         "Told again with the batch.",
     ),
-    Parameter(
+    used(
         "output_expires_after",
-        expires_after,
+        _expires_after,
         f"object: `anchor` `created_at`, `seconds` {SHORTEST_S} to {LONGEST_S}",
         "For how long its output and error file are kept; without it `files.batch_ttl_s`.",
     ),
 )
-CREATE: Final = {parameter.name: parameter for parameter in _create}
 REQUIRED: Final = ("input_file_id", "endpoint", "completion_window")
-_list = (
-    Parameter("after", text(), "id of a batch", "Only those that are older than this one."),
-    Parameter("limit", in_url(integer(1, MAX_LIMIT)), f"integer 1 to {MAX_LIMIT}, default 20", "Batches at most."),
+LIST: Final = table(
+    used("after", text(), "id of a batch", "Only those that are older than this one."),
+    used("limit", in_url(integer(1, MAX_LIMIT)), f", default {DEFAULT_LIMIT}", "Batches at most."),
 )
-LIST: Final = {parameter.name: parameter for parameter in _list}
 
 
 class OpenAIBatches:
@@ -168,9 +153,7 @@ class OpenAIBatches:
 
 def job_json(job: Job) -> dict[str, Any]:
     """As every route tells it."""
-    errors = [
-        {"code": one.code, "message": one.message, "param": one.param, "line": one.line} for one in job.errors
-    ]  # fmt: skip
+    errors = [one._asdict() for one in job.errors]
     usage = job.usage
     return {
         "id": PREFIX + job.id,
@@ -185,7 +168,7 @@ def job_json(job: Job) -> dict[str, Any]:
         "error_file_id": _file_id(job.error_file_id),
         "created_at": int(job.created_s),
         "expires_at": int(job.expires_s),
-        **{name: int(job.reached[state]) if state in job.reached else None for name, state in _TIMES},
+        **{f"{state}_at": int(job.reached[state]) if state in job.reached else None for state in _REACHED},
         "request_counts": {
             "total": job.counts.total,
             "completed": job.counts.succeeded,

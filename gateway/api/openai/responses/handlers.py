@@ -12,7 +12,7 @@ from aiohttp import web
 from engine.protocol import Hello
 from gateway.api.answering import Answering, parsed
 from gateway.api.call import Call
-from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
+from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Handler, Route
 from gateway.api.fields import read_query, shown
 from gateway.api.lines import Endpoint
 from gateway.api.openai.responses.items import with_ids
@@ -95,10 +95,16 @@ class Responses:
                 "Refused: conversations are not compacted.",
                 refuses=True,
             ),
-            Route("GET", one, self.retrieve, "A stored response.", query=IN_RESPONSE_URL),
-            Route("DELETE", one, self.delete, "Deletes a stored response."),
-            Route("POST", f"{one}/cancel", self.cancel, "Ends a response that runs in the background."),
-            Route("GET", f"{one}/input_items", self.input_items, "Input items of a response.", query=IN_ITEMS_URL),
+            Route("GET", one, self._stored(self.retrieve), "A stored response.", query=IN_RESPONSE_URL),
+            Route("DELETE", one, self._stored(self.delete), "Deletes a stored response."),
+            Route("POST", f"{one}/cancel", self._stored(self.cancel), "Ends a response that runs in the background."),
+            Route(
+                "GET",
+                f"{one}/input_items",
+                self._stored(self.input_items),
+                "Input items of a response.",
+                query=IN_ITEMS_URL,
+            ),
         ]
 
     async def create(self, http: web.Request) -> web.StreamResponse:
@@ -112,8 +118,6 @@ class Responses:
             return reply(await self._whole(record, tenant, query, wanted), kvasir_headers(record))
         call, model, shape, _ = wanted
         keeper = self._keeper(tenant, query, wanted)
-        if keeper is None:
-            return await self._answering.stream(http, call, model, shape)
         try:
             return await self._answering.stream(http, call, model, shape, account=keeper)
         finally:
@@ -155,16 +159,12 @@ class Responses:
         requests = await self._answering.begun(record, tenant, call, model)
         (answer,), usage = await self._answering.collect(requests, call, model)
         shape.take(answer)
-        if keeper is None:
-            shape.finish(usage)
-        else:
-            await keeper.completed(usage)
+        await keeper.completed(usage)
         return orjson.dumps(shape.response)
 
-    def _keeper(self, tenant: Tenant, query: ResponsesRequest, wanted: _Wanted) -> ResponseKeeper | None:
-        if not query.values.get("store", True):
-            return None
-        return ResponseKeeper(self._store, tenant.name, wanted.shape, wanted.items)
+    def _keeper(self, tenant: Tenant, query: ResponsesRequest, wanted: _Wanted) -> ResponseKeeper:
+        store = self._store if query.values.get("store", True) else None
+        return ResponseKeeper(store, tenant.name, wanted.shape, wanted.items)
 
     async def _begin(self, http: web.Request, tenant: Tenant, wanted: _Wanted) -> web.Response:
         """In the background. Answers with the response as it is then."""
@@ -190,23 +190,30 @@ class Responses:
         """POST /v1/responses/compact"""
         raise UnsupportedError("Conversations are not compacted here; `truncation: auto` drops their oldest turns.")
 
+    def _stored(self, own: Handler) -> Handler:
+        """Asks the upstream that keeps the response of the URL; `own` answers where that is none."""
+
+        async def handler(http: web.Request) -> web.StreamResponse:
+            tenant, response_id = http[TENANT], http.match_info["response_id"]
+            if (upstream := await self._store.find_upstream(tenant.name, response_id)) is None:
+                return await own(http)
+            rest = http.path.partition(response_id)[2]
+            reply = await self._answering.passthrough.kept(http, tenant, upstream, f"/v1/responses/{response_id}{rest}")
+            if http.method == "DELETE" and reply.status == 200:
+                await self._store.forget_upstream(tenant.name, response_id)
+            return reply
+
+        return handler
+
     async def retrieve(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}"""
-        tenant = http[TENANT]
-        if (reply := await self._reply_of_upstream(http, tenant)) is not None:
-            return reply
         read_query(http.query, IN_RESPONSE_URL)
-        return reply_json((await self._get(http, tenant)).response)
+        return reply_json((await self._get(http, http[TENANT])).response)
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/responses/{response_id}"""
-        tenant = http[TENANT]
         response_id = http.match_info["response_id"]
-        if (reply := await self._reply_of_upstream(http, tenant)) is not None:
-            if reply.status == 200:
-                await self._store.forget_upstream(tenant.name, response_id)
-            return reply
-        if not await self._store.delete(tenant.name, response_id):
+        if not await self._store.delete(http[TENANT].name, response_id):
             raise _not_found(response_id)
         await self._background.cancel(response_id)
         return reply_json({"id": response_id, "object": "response", "deleted": True})
@@ -214,8 +221,6 @@ class Responses:
     async def cancel(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/{response_id}/cancel"""
         tenant = http[TENANT]
-        if (reply := await self._reply_of_upstream(http, tenant, "/cancel")) is not None:
-            return reply
         stored = await self._get(http, tenant)
         if not stored.response["background"]:
             raise BadRequestError("Only a response that runs in the background can be cancelled; close the stream.")
@@ -238,25 +243,14 @@ class Responses:
 
     async def input_items(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{response_id}/input_items"""
-        tenant = http[TENANT]
-        if (reply := await self._reply_of_upstream(http, tenant, "/input_items")) is not None:
-            return reply
         query = read_query(http.query, IN_ITEMS_URL)
-        items = (await self._get(http, tenant)).items
+        items = (await self._get(http, http[TENANT])).items
         if query.get("order", "desc") == "desc":
             items = items[::-1]
         if (after := query.get("after")) is not None:
             items = _after(items, after)
         page = items[: query.get("limit", 20)]
         return reply_json({"object": "list", **page_json(page, has_more=len(items) > len(page))})
-
-    async def _reply_of_upstream(self, http: web.Request, tenant: Tenant, what: str = "") -> web.StreamResponse | None:
-        """The answer of the upstream that keeps the response of the URL; None for one that is ours, or nobody's."""
-        response_id = http.match_info["response_id"]
-        if (upstream := await self._store.find_upstream(tenant.name, response_id)) is None:
-            return None
-        path = f"/v1/responses/{response_id}{what}"
-        return await self._answering.passthrough.kept(http, tenant, upstream, path)
 
     async def _get(self, http: web.Request, tenant: Tenant) -> StoredResponse:
         """The response of the URL. Raises NotFoundError."""

@@ -71,9 +71,6 @@ def item_id(kind: str, token: str, number: str) -> str:
 
 
 def _item(item: Any, path: str) -> Item:
-    if type(item) is dict and len(item) == 2 and type(item.get("content")) is str and item.get("role") in ROLES:
-        part = _output_text if item["role"] == "assistant" else _input_text  # as nearly all of a long conversation are
-        return {"type": "message", "status": "completed", "role": item["role"], "content": [part(item["content"])]}
     kind = an_object(item, path).get("type")
     if kind is None:
         kind = "item_reference" if "role" not in item and "id" in item else "message"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, Final
 
@@ -43,15 +43,13 @@ Work = Coroutine[Any, Any, tuple[list[Answer], Usage]]
 
 
 class ResponseKeeper(Account):
-    """Of one response. Its object says `store: false` in the end if it could not be kept."""
+    """Ends one response, and stores it where there is a `store`. Its object says `store: false` in the end if it could
+    not be kept."""
 
-    def __init__(self, store: ResponseStore, tenant: str, shape: ResponseShape, items: Sequence[Item]) -> None:
-        self._store = store
-        self._tenant = tenant
-        self._shape = shape
-        self._items = list(items)
+    def __init__(self, store: ResponseStore | None, tenant: str, shape: ResponseShape, items: list[Item]) -> None:
+        self._store, self._tenant, self._shape, self._items = store, tenant, shape, items
         self._done = False
-        shape.response["store"] = True
+        shape.response["store"] = store is not None
 
     async def completed(self, usage: Usage) -> None:
         self._shape.finish(usage)
@@ -71,7 +69,8 @@ class ResponseKeeper(Account):
     async def _keep(self) -> None:
         self._done = True
         response = self._shape.response
-        response["store"] = await self._store.put(self._tenant, StoredResponse(response, self._items))
+        if self._store is not None:
+            response["store"] = await self._store.put(self._tenant, StoredResponse(response, self._items))
 
 
 class Background:

@@ -6,7 +6,7 @@ everything at once, in the order that the SDK's accumulator insists on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import orjson
@@ -15,6 +15,11 @@ from gateway.api.replies import event, read_events
 from gateway.types import Ending, Replay
 
 Json = dict[str, Any]
+Event = tuple[str, Json]
+"""Type, and the fields besides it and the number."""
+
+_PART_TEXTS: Final = {"output_text": "text", "refusal": "refusal"}
+"""Type of a part -> the field that has its text."""
 
 _ENDS: Final = frozenset(("response.completed", "response.incomplete"))
 
@@ -64,42 +69,69 @@ class ResponseReplay(Replay):
         return "".join(part["text"] for part in parts) if plain else None
 
 
-def _item(index: int, item: Mapping[str, Any]) -> list[tuple[str, Json]] | None:
+def _item(index: int, item: Json) -> list[Event] | None:
     """The events of an item; None for one that cannot be streamed."""
+    where = {"item_id": item.get("id"), "output_index": index}
+    kind = item["type"]
+    if kind == "message":
+        empty: Json = {"content": []}
+        inside = [one for number, part in enumerate(item["content"]) for one in _part(where, number, part)]
+    elif kind == "function_call":
+        delta = {**where, "delta": item["arguments"]}
+        empty, inside = {"arguments": ""}, [("response.function_call_arguments.delta", delta), *call_done(where, item)]
+    elif kind == "reasoning" and not (item.get("summary") or item.get("content")):
+        empty, inside = {}, []
+    else:
+        return None
+    return [item_added(where, {**item, **empty, "status": "in_progress"}), *inside, item_done(where, item)]
+
+
+def _part(where: Json, number: int, part: Json) -> list[Event]:
+    """The events of a part. Raises KeyError for one that is neither a text nor a refusal."""
+    name, scored = _PART_TEXTS[part["type"]], _logprobs(part)
+    empty = {**part, name: "", **dict.fromkeys(scored, ())}
+    delta = {**where, "content_index": number, "delta": part[name], **scored}
+    return [
+        part_added(where, number, empty),
+        (f"response.{part['type']}.delta", delta),
+        *part_done(where, number, part),
+    ]
+
+
+def _logprobs(part: Json) -> Json:
+    return {"logprobs": part.get("logprobs") or []} if part["type"] == "output_text" else {}
+
+
+# -- events of an item; `where` is its id and its place in the output -------------------------------------------------
+
+
+def item_added(where: Json, item: Json) -> Event:
+    return "response.output_item.added", {"output_index": where["output_index"], "item": item}
+
+
+def item_done(where: Json, item: Json) -> Event:
+    return "response.output_item.done", {"output_index": where["output_index"], "item": item}
+
+
+def part_added(where: Json, number: int, part: Json) -> Event:
+    return "response.content_part.added", {**where, "content_index": number, "part": part}
+
+
+def part_done(where: Json, number: int, part: Json) -> list[Event]:
+    name, place = _PART_TEXTS[part["type"]], {**where, "content_index": number}
+    return [
+        (f"response.{part['type']}.done", {**place, name: part[name], **_logprobs(part)}),
+        ("response.content_part.done", {**place, "part": part}),
+    ]
+
+
+def call_done(where: Json, item: Json) -> list[Event]:
+    """Nothing for a call of a built-in tool: its item says everything."""
     match item["type"]:
-        case "message":
-            empty, inside = {**item, "content": []}, [*_parts(index, item)]
         case "function_call":
-            empty, inside = {**item, "arguments": ""}, _arguments(index, item)
-        case "reasoning" if not (item.get("summary") or item.get("content")):
-            empty, inside = {**item}, []
-        case _:
-            return None
-    return [
-        ("response.output_item.added", {"output_index": index, "item": {**empty, "status": "in_progress"}}),
-        *inside,
-        ("response.output_item.done", {"output_index": index, "item": item}),
-    ]
-
-
-def _parts(index: int, item: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
-    """Raises KeyError for a part that is neither a text nor a refusal."""
-    for number, part in enumerate(item["content"]):
-        where = {"item_id": item["id"], "output_index": index, "content_index": number}
-        name = {"output_text": "text", "refusal": "refusal"}[part["type"]]
-        kind = f"response.{part['type']}"
-        scored = {"logprobs": part.get("logprobs") or []} if name == "text" else {}
-        empty = {**part, name: "", **dict.fromkeys(scored, ())}
-        yield "response.content_part.added", {**where, "part": empty}
-        yield f"{kind}.delta", {**where, "delta": part[name], **scored}
-        yield f"{kind}.done", {**where, name: part[name], **scored}
-        yield "response.content_part.done", {**where, "part": part}
-
-
-def _arguments(index: int, item: Mapping[str, Any]) -> list[tuple[str, Json]]:
-    where = {"item_id": item["id"], "output_index": index}
-    kind = "response.function_call_arguments"
-    return [
-        (f"{kind}.delta", {**where, "delta": item["arguments"]}),
-        (f"{kind}.done", {**where, "name": item["name"], "arguments": item["arguments"]}),
-    ]
+            fields = {**where, "name": item["name"], "arguments": item["arguments"]}
+            return [("response.function_call_arguments.done", fields)]
+        case "custom_tool_call":
+            kind, written = "response.custom_tool_call_input", item["input"]
+            return [(f"{kind}.delta", {**where, "delta": written}), (f"{kind}.done", {**where, "input": written})]
+    return []

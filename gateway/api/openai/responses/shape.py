@@ -8,17 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
-
-import orjson
+from typing import Any, NamedTuple
 
 from gateway.api.dialect import printable
 from gateway.api.openai.response import new_call_id
 from gateway.api.openai.responses.items import item_id
+from gateway.api.openai.responses.replay import Event, call_done, item_added, item_done, part_added, part_done
 from gateway.api.openai.responses.request import ResponsesRequest
 from gateway.api.openai.responses.response import error_code, failed_response, logprobs_json, new_response, usage_json
 from gateway.api.openai.responses.tools import Declared, Item, Tools
-from gateway.api.replies import Answer, event, json_line, json_text
+from gateway.api.replies import Answer, event
 from gateway.api.stream import Shape
 from gateway.config import LeaseSettings
 from gateway.errors import KvasirError
@@ -55,8 +54,7 @@ class ResponseShape(Shape):
         self._unsent = b""  # events of a response that failed
         self._reason: FinishReason = "stop"
         self._prompt: Usage | None = None  # of a stream that has begun
-        self._text: _Text | None = None  # the items that are open; at most one of them is
-        self._call: _Call | None = None
+        self._open: _Open | None = None
 
     @property
     def output(self) -> list[Item]:
@@ -67,7 +65,9 @@ class ResponseShape(Shape):
 
     def prelude(self) -> bytes:
         self.begun = True
-        return self._tell("response.created", self.response) + self._tell("response.in_progress", self.response)
+        return self._events(
+            ("response.created", {"response": self.response}), ("response.in_progress", {"response": self.response})
+        )
 
     def opening(self, index: int, echo: str, started: Started) -> bytes:
         """Nothing more before the first text."""
@@ -75,34 +75,25 @@ class ResponseShape(Shape):
         return b""
 
     def text(self, index: int, delta: TextDelta) -> bytes:
-        """A piece of a message, which it opens if it is the first."""
-        opened = b"" if self._text else self._close() + self._open_text()
+        """A chunk of a message, which it opens if it is the first."""
+        opened = b"" if self._open and self._open.tool is None else self._close() + self._open_text()
+        assert self._open is not None
         scored = logprobs_json(delta.scored)
-        self._text_open.add(delta.text, scored)
-        return opened + b"event: response.output_text.delta\ndata: %b%d,%b,%b%b}\n\n" % (
-            b'{"type":"response.output_text.delta","sequence_number":',
-            self._next_number(),
-            self._text_open.place,
-            b'"delta":%b,"logprobs":' % json_text(delta.text),
-            json_line(scored) if scored else b"[]",
-        )
+        self._open.texts.append(delta.text)
+        self._open.scored.extend(scored)
+        fields = {**self._open.where, "content_index": 0, "delta": delta.text, "logprobs": scored}
+        return opened + self._events(("response.output_text.delta", fields))
 
     def call(self, index: int, delta: CallDelta) -> bytes:
-        """A piece of a call, which it opens if it has a name."""
+        """A chunk of a call, which it opens if it has a name."""
         opened = self._close() + self._open_call(delta.name) if delta.name else b""
-        if self._call is None:
-            raise KvasirError("A piece of a call came before its name.")
-        if not delta.arguments:
+        if self._open is None or self._open.tool is None:
+            raise KvasirError("A chunk of a call came before its name.")
+        self._open.texts.append(delta.arguments)
+        if not delta.arguments or self._open.tool.kind != "function":  # others are written when they are complete
             return opened
-        self._call.arguments.append(delta.arguments)
-        if self._call.tool.kind != "function":  # told at once when it is complete
-            return opened
-        return opened + self._event(
-            "response.function_call_arguments.delta",
-            item_id=self._call.item["id"],
-            output_index=self._call.index,
-            delta=delta.arguments,
-        )
+        fields = {**self._open.where, "delta": delta.arguments}
+        return opened + self._events(("response.function_call_arguments.delta", fields))
 
     def closing(self, index: int, finished: Finished) -> bytes:
         """An answer of nothing is an empty message, unless nothing is what was asked for."""
@@ -114,16 +105,14 @@ class ResponseShape(Shape):
         """`finish` was called before, or is now."""
         if self.response["status"] == "in_progress":
             self.finish(usage)
-        return self._tell(f"response.{self.response['status']}", self.response)
+        return self._events((f"response.{self.response['status']}", {"response": self.response}))
 
     def failure(self, error: KvasirError) -> bytes:
-        """What was said so far stays in the output, unfinished."""
+        """What was generated so far stays in the output, unfinished."""
         if self.response["status"] == "in_progress":
             self.fail(error)
-        sent = self._unsent + self._event(
-            "error", code=error_code(error), message=printable(error.message), param=error.param
-        )
-        return sent + self._tell("response.failed", self.response)
+        fields = {"code": error_code(error), "message": printable(error.message), "param": error.param}
+        return self._unsent + self._events(("error", fields), ("response.failed", {"response": self.response}))
 
     # -- the object ---------------------------------------------------------------------------------------------------
 
@@ -165,109 +154,63 @@ class ResponseShape(Shape):
     # -- items --------------------------------------------------------------------------------------------------------
 
     def _open_text(self) -> bytes:
-        index = len(self.output)
-        message = {"id": self._item_id("message"), "type": "message", "status": "in_progress", "role": "assistant"}
-        message["content"] = []  # type: ignore[assignment]
-        self._text = _Text(index, message)
-        added = self._event("response.output_item.added", output_index=index, item=message)
+        message = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        opened = self._begin(message, None)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self.output.append(message)
-        return added + self._event("response.content_part.added", **self._text.where, part=part)
+        return self._events(item_added(opened.where, opened.item), part_added(opened.where, 0, part))
 
     def _open_call(self, name: str) -> bytes:
-        """Its item is told when its arguments are, unless they come in pieces."""
-        index = len(self.output)
+        """Its item is sent when its arguments are, unless they are streamed."""
         tool = self._tools.get(name) or Declared(Tool(name), "function", name)
-        item = tool.begun(new_call_id())
-        item = {"id": self._item_id(item["type"]), **item}
-        self._call = _Call(index, item, tool)
-        self.output.append(item)
-        return self._event("response.output_item.added", output_index=index, item=item) if tool.streamed else b""
+        opened = self._begin(tool.begun(new_call_id()), tool)
+        return self._events(item_added(opened.where, opened.item)) if tool.streamed else b""
 
-    def _close_call(self, call: _Call, status: str) -> bytes:
-        item, tool = call.item, call.tool
-        where = {"item_id": item["id"], "output_index": call.index}
-        tool.fill(item, "".join(call.arguments))
-        sent = b""
-        if not tool.streamed:
-            sent = self._event("response.output_item.added", output_index=call.index, item=item)
-        item["status"] = status
-        if tool.kind == "function":
-            kind = "response.function_call_arguments.done"
-            sent += self._event(kind, **where, name=item["name"], arguments=item["arguments"])
-        elif tool.kind == "custom":
-            sent += self._event("response.custom_tool_call_input.delta", **where, delta=item["input"])
-            sent += self._event("response.custom_tool_call_input.done", **where, input=item["input"])
-        return sent + self._event("response.output_item.done", output_index=call.index, item=item)
+    def _begin(self, item: Item, tool: Declared | None) -> _Open:
+        index = len(self.output)
+        item = {"id": item_id(item["type"], self._token, f"o{index:04x}"), **item}
+        self._open = _Open({"item_id": item["id"], "output_index": index}, item, tool, [], [])
+        self.output.append(item)
+        return self._open
 
     def _close(self, *, cut: bool = False) -> bytes:
-        """Whatever is open. `cut`: it was not completed."""
-        status = "incomplete" if cut else "completed"
-        if self._text is not None:
-            closed, self._text = self._text, None
-            part = closed.finish(status)
-            return (
-                self._event("response.output_text.done", **closed.where, text=part["text"], logprobs=part["logprobs"])
-                + self._event("response.content_part.done", **closed.where, part=part)
-                + self._event("response.output_item.done", output_index=closed.index, item=closed.item)
-            )
-        if self._call is not None:
-            call, self._call = self._call, None
-            return self._close_call(call, status)
-        return b""
-
-    @property
-    def _text_open(self) -> _Text:
-        assert self._text is not None
-        return self._text
-
-    def _item_id(self, kind: str) -> str:
-        return item_id(kind, self._token, f"o{len(self.output):04x}")
+        """The item that is open, if one is. `cut`: it was not completed."""
+        if self._open is None:
+            return b""
+        (where, item, tool, texts, scored), self._open = self._open, None
+        status, written = "incomplete" if cut else "completed", "".join(texts)
+        if tool is None:
+            item["status"] = status
+            item["content"] = [{"type": "output_text", "text": written, "annotations": [], "logprobs": scored}]
+            return self._events(*part_done(where, 0, item["content"][0]), item_done(where, item))
+        tool.fill(item, written)
+        added = b"" if tool.streamed else self._events(item_added(where, item))
+        item["status"] = status
+        return added + self._events(*call_done(where, item), item_done(where, item))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def _tell(self, kind: str, response: dict[str, Any]) -> bytes:
-        return self._event(kind, response=response)
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        return event(kind, {"type": kind, "sequence_number": self._next_number(), **fields})
-
-    def _next_number(self) -> int:
-        number, self._number = self._number, self._number + 1
-        return number
+    def _events(self, *events: Event) -> bytes:
+        written = []
+        for kind, fields in events:
+            written.append(event(kind, {"type": kind, "sequence_number": self._number, **fields}))
+            self._number += 1
+        return b"".join(written)
 
 
-class _Text:
-    """A message that is being written; its one part gets its text at the end."""
+class _Open(NamedTuple):
+    """The item that is being written.
 
-    def __init__(self, index: int, item: Item) -> None:
-        self.index = index
-        self.item = item
-        self.where = {"item_id": item["id"], "output_index": index, "content_index": 0}
-        self.place = orjson.dumps(self.where)[1:-1]
-        self._pieces: list[str] = []
-        self._scored: list[dict[str, Any]] = []
+    where   its id and its place in the output
+    tool    of a call; None: it is a message
+    texts   chunks of the message's only part, or of the call's arguments
+    scored  log probabilities of the message
+    """
 
-    def add(self, text: str, scored: list[dict[str, Any]]) -> None:
-        self._pieces.append(text)
-        self._scored += scored
-
-    def finish(self, status: str) -> Item:
-        """Its part, complete."""
-        part = {"type": "output_text", "text": "".join(self._pieces), "annotations": [], "logprobs": self._scored}
-        self.item["status"] = status
-        self.item["content"] = [part]
-        return part
-
-
-class _Call:
-    """A call that is being written."""
-
-    def __init__(self, index: int, item: Item, tool: Declared) -> None:
-        self.index = index
-        self.item = item
-        self.tool = tool
-        self.arguments: list[str] = []
+    where: dict[str, Any]
+    item: Item
+    tool: Declared | None
+    texts: list[str]
+    scored: list[dict[str, Any]]
 
 
 def _pieces(answer: Answer) -> list[TextDelta | CallDelta]:

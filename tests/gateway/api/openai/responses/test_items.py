@@ -35,12 +35,6 @@ def test_a_string_is_a_message_of_the_user() -> None:
     assert parse_input([{"role": "user", "content": "hi"}], "input") == parse_input([user("hi")], "input") == [item]
 
 
-@pytest.mark.parametrize("role", ["user", "assistant", "system", "developer"])
-def test_the_fast_path_of_plain_messages_reads_the_same(role: str) -> None:
-    plain = {"role": role, "content": "hi"}
-    assert parse_input([plain], "input") == parse_input([plain | {"type": "message"}], "input")
-
-
 def test_what_is_told_can_be_sent_again_and_stays_as_it_is() -> None:
     said = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"}
     said["content"] = [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]
