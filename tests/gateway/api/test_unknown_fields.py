@@ -395,7 +395,7 @@ async def test_cache_control_in_a_chat_is_a_breakpoint() -> None:
         status, answer, _ = await gateway.post("/v1/chat/completions", wrong)
         assert (status, answer["error"]["param"]) == (400, "messages[0].cache_control.type")
     markers = pipeline.requests[0].prompt.markers  # type: ignore[union-attr]
-    assert [(one.message, one.chars, one.ttl_s) for one in markers] == [(0, 5, 3600.0), (1, 3, 1800.0)]
+    assert [(one.message, one.chars, one.ttl_s) for one in markers] == [(0, 5, 3600.0), (1, 3, 1800.0), (2, 3, 3600.0)]
 
 
 async def test_edits_of_a_conversation_are_accepted_as_far_as_they_do_nothing() -> None:

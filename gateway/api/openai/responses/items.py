@@ -1,7 +1,7 @@
 """Items of the Responses API: what a conversation is made of there. Checked here, and brought into the one form in
 which they are kept, told and rendered: every message has a list of parts, every item an id.
 
-An item's id begins with that of its response, so that it can be found again. Pure; prompt.py makes a prompt of items.
+An item's id begins with that of its response, so that it can be found again. Pure; request.py makes a prompt of items.
 """
 
 from __future__ import annotations

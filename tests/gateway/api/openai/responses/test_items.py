@@ -9,7 +9,7 @@ import pytest
 
 from gateway.api.openai.caching import Point
 from gateway.api.openai.responses.items import parse_input, response_of, with_ids
-from gateway.api.openai.responses.prompt import to_messages
+from gateway.api.openai.responses.request import to_messages
 from gateway.errors import BadRequestError, UnsupportedError
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
