@@ -123,9 +123,7 @@ def build_app(
     timeout_s = settings.files.upload_timeout_s
     kept = GeminiFiles(server, files, timeout_s)
     cached = CachedContents(settings.gemini, answering, kept, contents, now)
-    background = Background(
-        responses, observer, most=settings.stored_responses.max_background, shutdown_s=server.shutdown_s
-    )
+    background = Background(observer, most=settings.stored_responses.max_background, shutdown_s=server.shutdown_s)
     chats = OpenAI(settings.leases, answering)
     items = Responses(server, settings.leases, answering, responses, background)
     vectors = Embeddings(settings.embeddings, answering, embedder)

@@ -8,6 +8,7 @@ import asyncio
 from array import array
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import orjson
@@ -100,18 +101,13 @@ EMBEDDINGS = table(
 )
 
 
+@dataclass(frozen=True, slots=True)
 class Embeddings:
     """Holds what its handler needs."""
 
-    def __init__(
-        self,
-        settings: EmbeddingSettings,
-        answering: Answering,
-        embedder: Embedder,
-    ) -> None:
-        self._settings = settings
-        self._answering = answering
-        self._embedder = embedder
+    settings: EmbeddingSettings
+    answering: Answering
+    embedder: Embedder
 
     def routes(self) -> list[Route]:
         return [
@@ -122,7 +118,7 @@ class Embeddings:
                 "Embeds texts.",
                 EMBEDDINGS,
                 ("model", "input"),
-                example={"model": self._settings.names[0], "input": "The weather is lovely today."},
+                example={"model": self.settings.names[0], "input": "The weather is lovely today."},
                 passes="metered",
             ),
         ]
@@ -149,21 +145,17 @@ class Embeddings:
         self.check_model(name)
         record.model = name
         # 1. The texts' tokens, within the limits.
-        model = await self._embedder.model()
-        wanted_dimensions = _dimensions(dimensions, model)
+        model = await self.embedder.model()
+        size = model.dimensions if dimensions is None else integer(1, model.dimensions)(dimensions, "dimensions")
         texts = await self._tokens(inputs, model)
         tokens = sum(map(len, texts))
-        if tokens > self._settings.max_request_tokens:
-            raise BadRequestError(
-                f"The request has {tokens} tokens, and may have {self._settings.max_request_tokens}.",
-                param="input",
-                code="max_tokens_per_request",
-            )
-        await self._answering.set_aside(record, lambda: Need(input_tokens=tokens))
+        if tokens > (limit := self.settings.max_request_tokens):
+            message = f"The request has {tokens} tokens, and may have {limit}."
+            raise BadRequestError(message, param="input", code="max_tokens_per_request")
+        await self.answering.set_aside(record, lambda: Need(input_tokens=tokens))
         # 2. Their vectors.
-        wanted = [EmbeddingInput(one, wanted_dimensions) for one in texts]
-        deadline_s = self._answering.deadline_s(record)
-        vectors = await self._embedder.embed(wanted, deadline_s, tenant=tenant.name)
+        wanted = [EmbeddingInput(one, size) for one in texts]
+        vectors = await self.embedder.embed(wanted, self.answering.deadline_s(record), tenant=tenant.name)
         record.embedded_tokens = sum(
             len(tokens if isinstance(given, str) else given)
             for given, tokens in zip(inputs.values(), texts, strict=True)
@@ -171,10 +163,10 @@ class Embeddings:
         return vectors, record.embedded_tokens
 
     def check_model(self, name: str) -> None:
-        models = self._embedder.models()
+        models = self.embedder.models()
         if name in models:
             return
-        if name in self._answering.models.models():
+        if name in self.answering.models.models():
             raise BadRequestError(
                 f"The model `{name}` generates text and cannot be used to embed"
                 + (f"; this server embeds with {', '.join(f'`{one}`' for one in models)}." if models else "."),
@@ -192,16 +184,16 @@ class Embeddings:
     async def _tokens(self, inputs: Inputs, model: EmbeddingModel) -> list[Sequence[int]]:
         """With special tokens, in the order of the inputs, which are all texts or all ids. Raises BadRequestError for
         texts beyond a limit, and for ids that are none."""
-        at_most(self._settings.max_inputs, list(inputs), "input")
+        at_most(self.settings.max_inputs, list(inputs), "input")
         strings: list[str] = []
         texts: list[Sequence[int]] = []
         for path, item in inputs.items():
             if isinstance(item, str):
-                strings.append(text(self._settings.max_input_chars)(item, path))
+                strings.append(text(self.settings.max_input_chars)(item, path))
             else:
                 _check_ids(item, path, model.vocabulary)
                 texts.append(model.completed(item))
-        texts += await self._embedder.tokens(strings) if strings else []
+        texts += await self.embedder.tokens(strings) if strings else []
         for path, tokens in zip(inputs, texts, strict=True):
             if len(tokens) > model.max_tokens:
                 raise ContextLengthError(model.max_tokens, len(tokens), 0, param=path)
@@ -217,12 +209,6 @@ async def _body(model: str, vectors: Sequence[bytes], encoding: Encoding, tokens
         rows.append(b'{"object":"embedding","index":%d,"embedding":%b}' % (index, values))
     usage = orjson.dumps({"prompt_tokens": tokens, "total_tokens": tokens})
     return b'{"object":"list","data":[%b],"model":%b,"usage":%b}' % (b",".join(rows), orjson.dumps(model), usage)
-
-
-def _dimensions(asked: int | None, model: EmbeddingModel) -> int:
-    if asked is None:
-        return model.dimensions
-    return integer(1, model.dimensions)(asked, "dimensions")
 
 
 def _check_ids(ids: Sequence[int], path: str, vocabulary: int) -> None:

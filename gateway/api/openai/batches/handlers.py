@@ -94,9 +94,7 @@ class OpenAIBatches:
     """Holds what its handlers need."""
 
     def __init__(self, namespaces: Namespaces, files: FileStore, batches: BatchStore) -> None:
-        self._namespaces = namespaces
-        self._files = files
-        self._batches = batches
+        self._namespaces, self._files, self._batches = namespaces, files, batches
         self._routes = BatchRoutes(batches, OPENAI.name, PREFIX, job_json, _not_found)
 
     def routes(self) -> list[Route]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,33 +35,22 @@ from gateway.types import Tenant
 
 
 class _Wanted(NamedTuple):
-    """A response that is to be made.
-
-    items  that it answers: those of earlier responses, then its own
-    """
+    """A response that is to be made."""
 
     call: Call
     model: Hello
-    shape: ResponseShape
-    items: list[Item]
+    keeper: ResponseKeeper
 
 
+@dataclass(frozen=True, slots=True)
 class Responses:
     """Holds what its handlers need."""
 
-    def __init__(
-        self,
-        server: ServerSettings,
-        leases: LeaseSettings,
-        answering: Answering,
-        store: ResponseStore,
-        background: Background,
-    ) -> None:
-        self._server = server
-        self._leases = leases
-        self._answering = answering
-        self._store = store
-        self._background = background
+    server: ServerSettings
+    leases: LeaseSettings
+    answering: Answering
+    store: ResponseStore
+    background: Background
 
     def routes(self) -> list[Route]:
         example = {"model": EXAMPLE_MODEL, "input": "Hello."}
@@ -88,13 +78,7 @@ class Responses:
                 example=example,
                 passes="counted",
             ),
-            Route(
-                "POST",
-                "/v1/responses/compact",
-                self.compact,
-                "Refused: conversations are not compacted.",
-                refuses=True,
-            ),
+            Route("POST", "/v1/responses/compact", self.compact, "Refused: nothing is compacted.", refuses=True),
             Route("GET", one, self._stored(self.retrieve), "A stored response.", query=IN_RESPONSE_URL),
             Route("DELETE", one, self._stored(self.delete), "Deletes a stored response."),
             Route("POST", f"{one}/cancel", self._stored(self.cancel), "Ends a response that runs in the background."),
@@ -115,11 +99,10 @@ class Responses:
         if query.values.get("background"):
             return await self._begin(http, tenant, wanted)
         if not wanted.call.stream:
-            return reply(await self._whole(record, tenant, query, wanted), kvasir_headers(record))
-        call, model, shape, _ = wanted
-        keeper = self._keeper(tenant, query, wanted)
+            return reply(await self._whole(record, tenant, wanted), kvasir_headers(record))
+        call, model, keeper = wanted
         try:
-            return await self._answering.stream(http, call, model, shape, account=keeper)
+            return await self.answering.stream(http, call, model, keeper.shape, account=keeper)
         finally:
             keeper.abandoned()
 
@@ -129,61 +112,53 @@ class Responses:
 
     async def _answer_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
         query = await parsed(record, lambda _, body: parse(body), body)
-        return await self._whole(record, tenant, query, await self._wanted(record, tenant, query))
+        return await self._whole(record, tenant, await self._wanted(record, tenant, query))
 
     async def _call_of_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> Call:
         query = await parsed(record, lambda _, body: parse(body), body)
         return (await self._wanted(record, tenant, query)).call
 
     async def _wanted(self, record: Record, tenant: Tenant, query: ResponsesRequest) -> _Wanted:
-        model = self._answering.model(query.values["model"], record)
+        model = self.answering.model(query.values["model"], record)
         token = new_token()
         found = await self._items(tenant, query)
         record.work = max(record.work, work_of(0, len(found)))
         items = await off_loop(record.work, lambda: with_ids(found, token))
         call = await self._call(record, tenant, query, items, model)
-        diagnosis = await self._diagnosis(tenant, query, items)
         shape = ResponseShape(
             query,
             token,
-            leases=self._leases,
+            leases=self.leases,
             generated=lambda: record.completion_tokens,
             tier=grant(call.tier, record),
-            diagnose=diagnosis,
+            diagnose=await self._diagnosis(tenant, query, items),
         )
-        return _Wanted(call, model, shape, items)
+        store = self.store if query.values.get("store", True) else None
+        return _Wanted(call, model, ResponseKeeper(store, tenant.name, shape, items))
 
-    async def _whole(self, record: Record, tenant: Tenant, query: ResponsesRequest, wanted: _Wanted) -> bytes:
-        call, model, shape, _ = wanted
-        keeper = self._keeper(tenant, query, wanted)
-        requests = await self._answering.begun(record, tenant, call, model)
-        (answer,), usage = await self._answering.collect(requests, call, model)
-        shape.take(answer)
-        await keeper.completed(usage)
-        return orjson.dumps(shape.response)
-
-    def _keeper(self, tenant: Tenant, query: ResponsesRequest, wanted: _Wanted) -> ResponseKeeper:
-        store = self._store if query.values.get("store", True) else None
-        return ResponseKeeper(store, tenant.name, wanted.shape, wanted.items)
+    async def _whole(self, record: Record, tenant: Tenant, wanted: _Wanted) -> bytes:
+        call, model, keeper = wanted
+        requests = await self.answering.begun(record, tenant, call, model)
+        (answer,), usage = await self.answering.collect(requests, call, model)
+        await keeper.take(answer, usage)
+        return orjson.dumps(keeper.shape.response)
 
     async def _begin(self, http: web.Request, tenant: Tenant, wanted: _Wanted) -> web.Response:
         """In the background. Answers with the response as it is then."""
-        call, model, shape, items = wanted
-        self._background.admit()
-        requests = await self._answering.begun(http[RECORD], tenant, call, model)
-        shape.response["store"] = True
-        begun = orjson.dumps(shape.response)
-        work = self._answering.collect(requests, call, model)
-        await self._background.start(http[RECORD], shape, items, work)
+        call, model, keeper = wanted
+        self.background.admit()
+        requests = await self.answering.begun(http[RECORD], tenant, call, model)
+        begun = orjson.dumps(keeper.shape.response)
+        await self.background.start(http[RECORD], keeper, self.answering.collect(requests, call, model))
         return reply(begun)
 
     async def input_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens"""
         tenant = http[TENANT]
         query = await parsed(http[RECORD], lambda _, body: parse(body, TOKENS), http[BODY])
-        model = self._answering.model(query.values["model"], http[RECORD])
+        model = self.answering.model(query.values["model"], http[RECORD])
         call = await self._call(http[RECORD], tenant, query, await self._items(tenant, query), model)
-        tokens = await self._answering.count(http[RECORD], tenant, call, model)
+        tokens = await self.answering.count(http[RECORD], tenant, call, model)
         return reply_json({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def compact(self, http: web.Request) -> web.StreamResponse:
@@ -195,12 +170,12 @@ class Responses:
 
         async def handler(http: web.Request) -> web.StreamResponse:
             tenant, response_id = http[TENANT], http.match_info["response_id"]
-            if (upstream := await self._store.find_upstream(tenant.name, response_id)) is None:
+            if (upstream := await self.store.find_upstream(tenant.name, response_id)) is None:
                 return await own(http)
             rest = http.path.partition(response_id)[2]
-            reply = await self._answering.passthrough.kept(http, tenant, upstream, f"/v1/responses/{response_id}{rest}")
+            reply = await self.answering.passthrough.kept(http, tenant, upstream, f"/v1/responses/{response_id}{rest}")
             if http.method == "DELETE" and reply.status == 200:
-                await self._store.forget_upstream(tenant.name, response_id)
+                await self.store.forget_upstream(tenant.name, response_id)
             return reply
 
         return handler
@@ -213,9 +188,9 @@ class Responses:
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/responses/{response_id}"""
         response_id = http.match_info["response_id"]
-        if not await self._store.delete(http[TENANT].name, response_id):
+        if not await self.store.delete(http[TENANT].name, response_id):
             raise _not_found(response_id)
-        await self._background.cancel(response_id)
+        await self.background.cancel(response_id)
         return reply_json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, http: web.Request) -> web.StreamResponse:
@@ -225,7 +200,7 @@ class Responses:
         if not stored.response["background"]:
             raise BadRequestError("Only a response that runs in the background can be cancelled; close the stream.")
         if stored.response["status"] == "in_progress":
-            await self._background.cancel(stored.response["id"])
+            await self.background.cancel(stored.response["id"])
             stored = await self._get(http, tenant)
         if stored.response["status"] == "in_progress":  # another gateway works on it, and will find it cancelled
             stored = await self._cancelled(http, tenant, stored)
@@ -234,7 +209,7 @@ class Responses:
     async def _cancelled(self, http: web.Request, tenant: Tenant, stored: StoredResponse) -> StoredResponse:
         """The response, which may be complete by now. Raises NotFoundError for one that was deleted meanwhile."""
         cancelled = StoredResponse({**stored.response, "status": "cancelled"}, stored.items)
-        if await self._store.replace(tenant.name, stored.body, cancelled):
+        if await self.store.replace(tenant.name, stored.body, cancelled):
             return cancelled
         stored = await self._get(http, tenant)
         if stored.response["status"] == "in_progress":  # it was not written
@@ -255,26 +230,26 @@ class Responses:
     async def _get(self, http: web.Request, tenant: Tenant) -> StoredResponse:
         """The response of the URL. Raises NotFoundError."""
         response_id = http.match_info["response_id"]
-        if (stored := await self._store.find(tenant.name, response_id)) is None:
+        if (stored := await self.store.find(tenant.name, response_id)) is None:
             raise _not_found(response_id)
-        return settled(stored, self._server.request_timeout_s)
+        return settled(stored, self.server.request_timeout_s)
 
     async def _items(self, tenant: Tenant, query: ResponsesRequest) -> list[Item]:
         previous = await self._find_previous(tenant, query)
-        return [*previous, *await resolved(self._store, tenant.name, query.items)]
+        return [*previous, *await resolved(self.store, tenant.name, query.items)]
 
     async def _find_previous(self, tenant: Tenant, query: ResponsesRequest) -> list[Item]:
         """The conversation of the response that is gone on from; nothing without one."""
         previous = query.values.get("previous_response_id")
         if previous is None:
             return []
-        if (stored := await self._store.find(tenant.name, previous)) is None:
+        if (stored := await self.store.find(tenant.name, previous)) is None:
             raise BadRequestError(
                 f"Previous response with id '{shown(previous)}' not found.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        if settled(stored, self._server.request_timeout_s).response["status"] == "in_progress":
+        if settled(stored, self.server.request_timeout_s).response["status"] == "in_progress":
             raise BadRequestError(
                 f"The response '{previous}' is still in progress.", param="previous_response_id", code="invalid_value"
             )
@@ -286,10 +261,10 @@ class Responses:
         if compared is None:
             return None
         try:
-            stored = await self._store.find(tenant.name, compared)
+            stored = await self.store.find(tenant.name, compared)
         except OverloadedError:
             return lambda response, usage: {"type": "unavailable"}
-        keyed = bool(self._answering.namespaces.separating_key(tenant, "any"))
+        keyed = bool(self.answering.namespaces.separating_key(tenant, "any"))
         return lambda response, usage: diagnose(response, items, stored, usage, keyed=keyed)
 
     async def _call(
@@ -297,7 +272,7 @@ class Responses:
     ) -> Call:
         """With `truncation: auto`, of the most turns that fit; else, or if not even the last one fits, of all."""
         size = record.work
-        whole = await off_loop(size, lambda: to_call(query, items, self._leases))
+        whole = await off_loop(size, lambda: to_call(query, items, self.leases))
         starts = turns(items)
         if query.values.get("truncation") != "auto" or await self._fits(record, tenant, whole, model):
             return whole
@@ -314,11 +289,11 @@ class Responses:
         return await off_loop(size, partial(self._shortened, query, items, starts[first]))
 
     def _shortened(self, query: ResponsesRequest, items: list[Item], start: int) -> Call:
-        return to_call(query, shortened(items, start), self._leases)
+        return to_call(query, shortened(items, start), self.leases)
 
     async def _fits(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> bool:
         try:
-            tokens = await self._answering.tokens(record, tenant, call, model)
+            tokens = await self.answering.tokens(record, tenant, call, model)
         except ContextLengthError:
             return False
         return tokens + max(call.sampling.max_tokens, 1) <= model.context_tokens

@@ -47,37 +47,56 @@ class ResponseKeeper(Account):
     not be kept."""
 
     def __init__(self, store: ResponseStore | None, tenant: str, shape: ResponseShape, items: list[Item]) -> None:
-        self._store, self._tenant, self._shape, self._items = store, tenant, shape, items
+        self.shape = shape
+        self._store, self._tenant, self._items = store, tenant, items
+        self._begun: bytes | None = None  # as it is kept while it is in progress in the background
         self._done = False
         shape.response["store"] = store is not None
 
+    async def begin(self) -> bool:
+        """Keeps it as in progress: its end replaces that, and nothing else. Whether it is kept."""
+        stored = StoredResponse(self.shape.response, self._items)
+        self._begun = stored.body
+        return self._store is not None and await self._store.put(self._tenant, stored)
+
+    async def take(self, answer: Answer, usage: Usage) -> None:
+        """The whole answer."""
+        self.shape.take(answer)
+        await self.completed(usage)
+
     async def completed(self, usage: Usage) -> None:
-        self._shape.finish(usage)
+        self.shape.finish(usage)
         await self._keep()
 
     async def failed(self, error: KvasirError) -> None:
         if not self._done:
-            self._shape.fail(error)
+            self.shape.fail(error)
             await self._keep()
+
+    async def cancelled(self) -> None:
+        self.shape.cancel()
+        await self._keep()
 
     def abandoned(self) -> None:
         """The client left. Only one that was told an id can ask for it again."""
-        if self._shape.begun and not self._done:
-            self._shape.cancel()
-            tasks.spawn(self._keep(), name="keep a cancelled response")
+        if self.shape.begun and not self._done:
+            tasks.spawn(self.cancelled(), name="keep a cancelled response")
 
     async def _keep(self) -> None:
         self._done = True
-        response = self._shape.response
-        if self._store is not None:
-            response["store"] = await self._store.put(self._tenant, StoredResponse(response, self._items))
+        if self._store is None:
+            return
+        stored = StoredResponse(self.shape.response, self._items)
+        if self._begun is None:
+            stored.response["store"] = await self._store.put(self._tenant, stored)
+        else:
+            await self._store.replace(self._tenant, self._begun, stored)
 
 
 class Background:
     """The background responses of this gateway. `shut_down` and `close` end them."""
 
-    def __init__(self, store: ResponseStore, observer: Observer, *, most: int, shutdown_s: float) -> None:
-        self._store = store
+    def __init__(self, observer: Observer, *, most: int, shutdown_s: float) -> None:
         self._observer = observer
         self._most = most
         self._shutdown_s = shutdown_s
@@ -95,18 +114,17 @@ class Background:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    async def start(self, record: Record, shape: ResponseShape, items: list[Item], work: Work) -> None:
+    async def start(self, record: Record, keeper: ResponseKeeper, work: Work) -> None:
         """Begins `work`, once the response is kept as in progress. Raises OverloadedError when it cannot be kept."""
-        tenant, response = record.tenant or "", shape.response
-        begun = StoredResponse(response, items).body
-        if not await self._store.put(tenant, StoredResponse(response, items)):
+        if not await keeper.begin():
             work.close()
             raise OverloadedError("A background response cannot be kept at the moment.", retry_after_s=RETRY_AFTER_S)
         own = replace(record, endpoint=ENDPOINT, traces=record.traces, status=200)
         record.traces, record.hold = [], None
-        task = tasks.spawn(self._run(own, tenant, shape, items, work, begun), name="background response")
-        self._running[response["id"]] = task
-        task.add_done_callback(lambda _: self._running.pop(response["id"], None))
+        task = tasks.spawn(self._run(own, keeper, work), name="background response")
+        response_id = keeper.shape.response["id"]
+        self._running[response_id] = task
+        task.add_done_callback(lambda _: self._running.pop(response_id, None))
         await asyncio.sleep(0)  # it runs from here on, so that cancelling it meets its handlers
 
     async def cancel(self, response_id: str) -> None:
@@ -131,30 +149,25 @@ class Background:
         for task in list(self._running.values()):  # those that began meanwhile, too
             await tasks.cancel(task)
 
-    async def _run(
-        self, record: Record, tenant: str, shape: ResponseShape, items: list[Item], work: Work, begun: bytes
-    ) -> None:
+    async def _run(self, record: Record, keeper: ResponseKeeper, work: Work) -> None:
         with noted(self._observer, record):
             try:
                 with no_panic():
                     (answer,), usage = await work
-                shape.take(answer)
-                shape.finish(usage)
+                await keeper.take(answer, usage)
             except asyncio.CancelledError:
                 record.status = CLIENT_LEFT
                 if self._closing:
-                    shape.fail(KvasirError("The server was stopped before the response was complete."))
+                    await keeper.failed(KvasirError("The server was stopped before the response was complete."))
                 else:
-                    shape.cancel()
-            except KvasirError as error:
-                failed(record, error)
-                shape.fail(error)
-            except Exception:
-                log.exception("background response of request %s failed", record.request_id)
-                failure = KvasirError("The server had an error while it answered.")
+                    await keeper.cancelled()
+            except Exception as error:
+                failure = error
+                if not isinstance(failure, KvasirError):
+                    log.exception("background response of request %s failed", record.request_id)
+                    failure = KvasirError("The server had an error while it answered.")
                 failed(record, failure)
-                shape.fail(failure)
-            await self._store.replace(tenant, begun, StoredResponse(shape.response, items))
+                await keeper.failed(failure)
 
 
 def settled(stored: StoredResponse, timeout_s: float) -> StoredResponse:
