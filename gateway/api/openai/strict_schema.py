@@ -1,5 +1,5 @@
 """The subset of JSON Schema that `strict: true` promises (OpenAI, structured outputs). What is outside is a 400 here,
-as it is there. What a schema means is the engine's; this looks at its shape and size alone.
+as it is there. Sizes are limited by what the engine compiles, not by the numbers that OpenAI has for them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,8 @@ from typing import Any, Final
 from gateway.api.constraints import check_size
 from gateway.errors import BadRequestError
 
-MAX_LEVELS: Final = 10
-MAX_ENUM_VALUES: Final = 1_000
-MAX_CHARS: Final = 120_000
-"""Of all names of properties and definitions, enum values and constants."""
-
 _NAMED: Final = ("properties", "$defs", "definitions")
 """Fields that have schemas by name."""
-
-_Place = tuple[Any, str, int]
-"""A schema, its path, and how deep it is."""
 
 _FORBIDDEN: Final = (
     "allOf",
@@ -49,50 +41,40 @@ def check_strict(schema: Any, path: str) -> None:
         raise _refuse(path, "the root may not be anyOf")
     if schema.get("type") != "object" and "$ref" not in schema:
         raise _refuse(path, "the root has to be of type object")
-    num_values = num_chars = 0
-    pending: list[_Place] = [(schema, path, 1)]
+    pending: list[tuple[Any, str]] = [(schema, path)]
     while pending:
-        inner, where, level = pending.pop()
+        inner, where = pending.pop()
         if not isinstance(inner, dict):
             raise _refuse(where, "a schema is an object")
-        if level > MAX_LEVELS:
-            raise _refuse(where, f"schemas may be {MAX_LEVELS} levels deep")
         for key in _FORBIDDEN:
             if key in inner:
                 raise _refuse(f"{where}.{key}", f"'{key}' is not permitted")
         if inner.get("type") == "object" or "properties" in inner:
             _check_object(inner, where)
-        values = inner["enum"] if isinstance(inner.get("enum"), list) else []
-        names = [name for key in _NAMED for name in _object(inner, key, where)]
-        num_values += len(values)
-        num_chars += sum(len(one) for one in (*names, *values, inner.get("const")) if isinstance(one, str))
-        if num_values > MAX_ENUM_VALUES:
-            raise _refuse(f"{where}.enum", f"a schema may have {MAX_ENUM_VALUES} enum values altogether")
-        if num_chars > MAX_CHARS:
-            raise _refuse(where, f"names and values of a schema may be {MAX_CHARS} characters long altogether")
-        pending += _inside(inner, where, level)
+        pending += _inside(inner, where)
 
 
-def _inside(schema: dict[str, Any], path: str, level: int) -> Iterator[_Place]:
-    """Schemas right inside of this one. A definition is as deep as where it is used."""
+def _inside(schema: dict[str, Any], path: str) -> Iterator[tuple[Any, str]]:
+    """Schemas right inside of this one, and their paths."""
     for key in _NAMED:
         for name, inner in _object(schema, key, path).items():
-            yield inner, f"{path}.{key}.{name}", level + (key == "properties")
+            yield inner, f"{path}.{key}.{name}"
     if "items" in schema:
-        yield schema["items"], f"{path}.items", level + 1
+        yield schema["items"], f"{path}.items"
     several = schema.get("anyOf", [])
     if not isinstance(several, list):
         raise _refuse(f"{path}.anyOf", "an array of schemas is expected")
     for index, inner in enumerate(several):
-        yield inner, f"{path}.anyOf[{index}]", level
+        yield inner, f"{path}.anyOf[{index}]"
 
 
 def _check_object(schema: dict[str, Any], path: str) -> None:
     if schema.get("additionalProperties") is not False:
         raise _refuse(path, "'additionalProperties' has to be there and false")
-    required = schema.get("required", [])
+    required = schema.get("required")
+    there = {name for name in required if isinstance(name, str)} if isinstance(required, list) else ()
     for name in _object(schema, "properties", path):
-        if not isinstance(required, list) or name not in required:
+        if name not in there:
             raise _refuse(f"{path}.required", f"it has to have every property; {name!r} is missing")
 
 

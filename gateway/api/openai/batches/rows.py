@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import secrets
 from codecs import BOM_UTF8
-from collections.abc import Iterator
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import orjson
 
 from gateway.api.body import deeper_than
-from gateway.api.fields import shown
+from gateway.api.fields import missing, shown, unknown_parameter
 from gateway.api.lines import Answered, Row, RowFormat
 from gateway.api.structure import check_structure
 from gateway.errors import BadRequestError
@@ -68,38 +67,36 @@ def _result(row: Row, request_id: str, why: dict[str, Any]) -> bytes:
     return orjson.dumps({"id": result_id, "custom_id": row.get("custom_id"), **why})
 
 
-class _Seen(NamedTuple):
-    """Of the rows before."""
-
-    first_of: dict[str, int]  # custom_id -> number
-    models: list[str]  # the one that is asked, once there was a line
-
-
 def check(rows: BinaryIO, endpoint: str, limits: RowLimits) -> Checked:
     """`rows` are those of the file, from its beginning, of which none is read that is longer than one may be."""
     lines: list[Line] = []
     errors: list[JobError] = []
-    seen = _Seen({}, [])
+    first_of: dict[str, int] = {}  # custom_id -> number of its row
+    model: str | None = None
     offset, inputs = skip_mark(rows), 0
     for number, row in enumerate(iter(lambda: rows.readline(limits.row_bytes + 1), b""), 1):
-        if row.strip():
-            found = _read(row, number, endpoint, limits, seen)
-            if isinstance(found, JobError):
-                errors.append(found)
-            else:
-                seen.first_of[found["custom_id"]] = number
-                seen.models[:] = [found["body"]["model"]]
-                inputs += _num_inputs(found["body"]) if endpoint == "/v1/embeddings" else 0
+        try:
+            if row.strip():
+                value = _loaded(row, limits)
+                _check(value, endpoint, first_of, number)
+                body = value["body"]
+                if model not in (None, body["model"]):
+                    why = f"One batch asks one model: '{shown(str(model))}' before, '{shown(body['model'])}' here."
+                    raise _wrong("mismatched_model", why, "body.model")
+                model = body["model"]
+                inputs += _num_inputs(body) if endpoint == "/v1/embeddings" else 0
                 lines.append(Line(offset, len(row)))
+        except BadRequestError as error:
+            errors.append(JobError(error.code or "", error.message, error.param, number))
         offset += len(row)
         if len(errors) >= MAX_ERRORS or len(row) > limits.row_bytes:
             break
-        if (error := _beyond(len(lines), inputs, limits)) is not None:
-            errors.append(error)
+        if (error_of_all := _beyond(len(lines), inputs, limits)) is not None:
+            errors.append(error_of_all)
             break
     if not lines and not errors:
         errors.append(JobError("empty_file", "The input file has no requests."))
-    return Checked(lines, errors, seen.models[0] if seen.models else None)
+    return Checked(lines, errors, model)
 
 
 def skip_mark(rows: BinaryIO) -> int:
@@ -118,52 +115,47 @@ def _beyond(num_lines: int, num_inputs: int, limits: RowLimits) -> JobError | No
     return None
 
 
-def _read(row: bytes, number: int, endpoint: str, limits: RowLimits, seen: _Seen) -> Row | JobError:
-    """The row, or the first thing that is wrong with it."""
+def _loaded(row: bytes, limits: RowLimits) -> Row:
+    """Raises BadRequestError for what is no JSON object within the limits."""
     if len(row) > limits.row_bytes:
-        why = f"This line has more than {limits.row_bytes} bytes (server.max_body_bytes)."
-        return JobError("line_too_long", why, None, number)
+        raise _wrong("line_too_long", f"This line has more than {limits.row_bytes} bytes (server.max_body_bytes).")
+    check_structure(row, "This line")
     try:
-        check_structure(row, "This line")
         value = orjson.loads(row)
-    except BadRequestError as error:
-        return JobError("too_many_json_values", error.message, None, number)
     except orjson.JSONDecodeError as error:
-        return JobError("invalid_json_line", f"This line is not parseable as valid JSON: {error.msg}.", None, number)
+        raise _wrong("invalid_json_line", f"This line is not parseable as valid JSON: {error.msg}.") from None
     if type(value) is not dict or deeper_than(value, limits.depth):
-        return JobError("invalid_json_line", "This line is no JSON object, or is nested too deeply.", None, number)
-    for code, message, param in _wrong(value, endpoint, seen):
-        return JobError(code, message, param, number)
+        raise _wrong("invalid_json_line", "This line is no JSON object, or is nested too deeply.")
     return value
 
 
-def _wrong(value: Row, endpoint: str, seen: _Seen) -> Iterator[tuple[str, str, str]]:
-    """Code, message and field of everything that is wrong; what comes later takes what came before to be right."""
+def _check(value: Row, endpoint: str, first_of: dict[str, int], number: int) -> None:
+    """Raises BadRequestError for the first thing that is wrong with a row."""
     custom_id, body = value.get("custom_id"), value.get("body")
     if custom_id is None:
-        yield "missing_required_parameter", "Missing required parameter: 'custom_id'.", "custom_id"
+        raise missing("custom_id")
     if type(custom_id) is not str or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         why = f"'custom_id' has to be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters."
-        yield "invalid_custom_id", why, "custom_id"
-    if custom_id in seen.first_of:
-        why = f"The custom_id '{shown(custom_id)}' is that of line {seen.first_of[custom_id]}, too."
-        yield "duplicate_custom_id", why, "custom_id"
+        raise _wrong("invalid_custom_id", why, "custom_id")
+    if (first := first_of.setdefault(custom_id, number)) != number:
+        why = f"The custom_id '{shown(custom_id)}' is that of line {first}, too."
+        raise _wrong("duplicate_custom_id", why, "custom_id")
     if value.get("method") != "POST":
-        yield "invalid_method", "'method' has to be POST.", "method"
+        raise _wrong("invalid_method", "'method' has to be POST.", "method")
     if value.get("url") != endpoint:
-        yield "mismatched_url", f"'url' has to be the endpoint of the batch, {endpoint}.", "url"
+        raise _wrong("mismatched_url", f"'url' has to be the endpoint of the batch, {endpoint}.", "url")
     if type(body) is not dict:
-        yield "invalid_request_body", "'body' has to be an object.", "body"
-        return
+        raise _wrong("invalid_request_body", "'body' has to be an object.", "body")
     if body.get("stream"):
-        yield "unsupported_parameter", "A batch does not stream.", "body.stream"
+        raise _wrong("unsupported_parameter", "A batch does not stream.", "body.stream")
     if type(body.get("model")) is not str:
-        yield "missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model"
-    if seen.models and body["model"] != seen.models[0]:
-        why = f"One batch asks one model: '{shown(seen.models[0])}' before, '{shown(body['model'])}' here."
-        yield "mismatched_model", why, "body.model"
+        raise missing("body.model")
     if unknown := sorted(value.keys() - _FIELDS):
-        yield "unknown_parameter", f"Unknown parameter: '{shown(unknown[0])}'.", shown(unknown[0])
+        raise unknown_parameter(unknown[0])
+
+
+def _wrong(code: str, message: str, param: str | None = None) -> BadRequestError:
+    return BadRequestError(message, param=param, code=code)
 
 
 def _num_inputs(body: dict[str, Any]) -> int:

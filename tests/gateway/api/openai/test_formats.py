@@ -125,17 +125,8 @@ def test_what_is_wrong_is_named_by_its_path_and_code(fields: dict[str, Any], par
     assert (refused.value.param, refused.value.code) == (param, code)
 
 
-def levels(count: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(count - 1):
-        schema = closed(a=schema)
-    return schema
-
-
 def test_what_the_strict_subset_has_is_accepted() -> None:
     check_strict(closed(), "s")
-    check_strict(levels(10), "s")
-    check_strict(closed(e={"enum": list(range(1000))}), "s")
     check_strict(
         {
             **closed(
@@ -163,9 +154,6 @@ OUTSIDE = [
     (closed(a={"allOf": []}), "s.properties.a.allOf"),
     ({**closed(), "$defs": {"d": {"uniqueItems": True}}}, "s.$defs.d.uniqueItems"),
     ({**closed(), "$defs": []}, "s.$defs"),
-    (levels(11), "s" + ".properties.a" * 10),
-    (closed(e={"enum": list(range(1001))}), "s.properties.e.enum"),
-    (closed(e={"enum": ["x" * 120_000]}), "s.properties.e"),
     (closed(**{f"p{number}": {} for number in range(5001)}), "s.properties"),
 ]
 
