@@ -40,6 +40,8 @@ from gateway.limits.limits import TenantLimits
 from gateway.logs import lost_lines
 from gateway.pipeline import Pipeline
 from gateway.prompt.stage import PromptStage
+from gateway.queues.batch.store import BatchStore, open_stores
+from gateway.queues.batch.worker import Worker
 from gateway.queues.slots import SlotQueue
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries, RemovalEpoch
