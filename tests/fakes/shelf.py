@@ -1,25 +1,34 @@
-"""Answers that are kept in common, for tests of what happens when they cannot be reached."""
+"""Answers that gateways share, for tests of what happens when they cannot be reached."""
 
 from __future__ import annotations
+
+import asyncio
 
 from gateway.errors import RedisDownError
 from gateway.responses.entries import About, Entry
 
 
 class Shelf:
-    """A Redis that can be away."""
+    """See RedisEntries. While it is `down` every call fails; where `go` is set, `find` and `put` wait for it, and
+    `find` returns what was there when it was called."""
+
+    evicted = 0
 
     def __init__(self) -> None:
         self.entries: dict[tuple[str, str], Entry] = {}
+        self.looked_up: list[tuple[str, str]] = []
         self.down = False
+        self.go: asyncio.Event | None = None
         self.asked = 0
 
     async def find(self, owner: str, name: str) -> Entry | None:
-        self._check()
-        return self.entries.get((owner, name))
+        self.looked_up.append((owner, name))
+        found = self.entries.get((owner, name))
+        await self._answer()
+        return found
 
     async def put(self, entry: Entry) -> bool:
-        self._check()
+        await self._answer()
         self.entries[entry.owner, entry.id] = entry
         return True
 
@@ -39,9 +48,10 @@ class Shelf:
     def up(self) -> bool:
         return not self.down
 
-    @property
-    def evicted(self) -> int:
-        return 0
+    async def _answer(self) -> None:
+        if self.go is not None:
+            await self.go.wait()
+        self._check()
 
     def _check(self) -> None:
         self.asked += 1

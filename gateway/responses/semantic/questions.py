@@ -87,11 +87,12 @@ class AnsweredQuestion:
         try:
             version, *keys, text, answer, created_s, expires_s = orjson.loads(head)
             key, scope, group, digest = map(bytes.fromhex, keys)
+            times = float(created_s), float(expires_s)
         except TypeError as error:
             raise ValueError(f"an entry has other values: {error}") from error
         if version != _VERSION or not vector or len(vector) % 4:
             raise ValueError("an entry is of another version, or cut short")
-        return cls(key, scope, group, text, vector, answer, digest, created_s, expires_s)
+        return cls(key, scope, group, str(text), vector, str(answer), digest, *times)
 
 
 def digest_of(answer: str) -> bytes:

@@ -8,11 +8,12 @@ from collections import defaultdict
 import pytest
 
 from gateway.errors import RedisDownError
-from gateway.responses.entries import About, Chosen, Entry, entry_id
+from gateway.responses.entries import Chosen, Entry, entry_id
 from gateway.responses.entry_stores import KEY, MAX_BYTES, MemoryEntries, Removal, RemovalEpoch
 from gateway.responses.stored_answers import LATE_S, LOOKED_AT, StoredAnswers
 from gateway.storage.redis_calls import RedisCalls, connect
 from tests.fakes.redis_process import RedisProcess
+from tests.fakes.shelf import Shelf
 from tests.fakes.waiting import until
 
 NORTH, SOUTH = "tenant:north", "tenant:south"
@@ -40,48 +41,6 @@ class Epoch(RemovalEpoch):
 
     async def _answer(self) -> None:
         await asyncio.sleep(0)
-        if self.away:
-            raise RedisDownError("away")
-
-
-class Shelf:
-    """What gateways share. It is read when `go` is set, if there is one, and was asked at once."""
-
-    evicted = 0
-
-    def __init__(self) -> None:
-        self.held: dict[tuple[str, str], Entry] = {}
-        self.finds = 0
-        self.away = False
-        self.go: asyncio.Event | None = None
-
-    async def find(self, owner: str, name: str) -> Entry | None:
-        self.finds += 1
-        found = self.held.get((owner, name))
-        await self._answer()
-        return found
-
-    async def put(self, entry: Entry) -> bool:
-        await self._answer()
-        self.held[entry.owner, entry.id] = entry
-        return True
-
-    async def remove(self, owner: str, name: str) -> bool:
-        return self.held.pop((owner, name), None) is not None
-
-    async def owners(self) -> list[str]:
-        raise NotImplementedError
-
-    async def all_of(self, owner: str) -> list[About]:
-        raise NotImplementedError
-
-    @property
-    def up(self) -> bool:
-        return not self.away
-
-    async def _answer(self) -> None:
-        if self.go is not None:
-            await self.go.wait()
         if self.away:
             raise RedisDownError("away")
 
@@ -223,7 +182,7 @@ async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_aga
         there.answers.keep(one)
         await there.answers.share(one)
     await there.answers.look()
-    epoch.away = shelf.away = True
+    epoch.away = shelf.down = True
     for _ in range(3):
         await there.answers.look()
     assert await there.answers.find(NORTH, entry(2).key) is None  # who asks notices
@@ -231,8 +190,8 @@ async def test_while_redis_is_away_memory_is_given_and_before_it_is_believed_aga
     assert there.answers.peek(NORTH, poisoned.key) is poisoned
     # Another gateway, which reaches Redis, removes one; then this one reaches it, too.
     epoch.epoch, epoch.last = epoch.epoch + 1, removal(id=poisoned.id)
-    await shelf.remove(NORTH, poisoned.id)
-    shelf.away = False
+    del shelf.entries[NORTH, poisoned.id]
+    shelf.down = False
     assert await there.answers.find(NORTH, entry(2).key) is None
     assert there.has(poisoned, good) == [False, False]
     assert await there.answers.find(NORTH, poisoned.key) is None
@@ -259,7 +218,7 @@ async def test_what_redis_said_before_a_removal_is_not_kept_in_memory_after_it()
     await shelf.put(kept)
     shelf.go = asyncio.Event()
     asked = asyncio.create_task(there.answers.find(NORTH, kept.key))
-    await until(lambda: shelf.finds == 1)
+    await until(lambda: len(shelf.looked_up) == 1)
     await shelf.remove(NORTH, kept.id)
     await epoch.advance(removal())
     await there.answers.look()
@@ -280,7 +239,7 @@ async def test_what_reaches_redis_behind_its_own_removal_is_removed_again() -> N
     await there.answers.look()
     shelf.go.set()
     await sharing
-    assert shelf.held == {}
+    assert shelf.entries == {}
 
 
 async def test_what_was_on_its_way_to_redis_when_it_was_removed_is_removed_at_the_next_look() -> None:
@@ -293,7 +252,7 @@ async def test_what_was_on_its_way_to_redis_when_it_was_removed_is_removed_at_th
     for one in (late, early):
         await shelf.put(one)  # which nobody does who keeps to time limits: only the late one is looked for
     await there.answers.look()
-    assert list(shelf.held) == [(NORTH, early.id)]
+    assert list(shelf.entries) == [(NORTH, early.id)]
 
 
 async def test_an_unrelated_removal_costs_others_nothing_that_is_shared() -> None:
@@ -307,7 +266,7 @@ async def test_an_unrelated_removal_costs_others_nothing_that_is_shared() -> Non
     await there.answers.look()
     shelf.go.set()
     await sharing
-    assert list(shelf.held) == [(NORTH, kept.id)]
+    assert list(shelf.entries) == [(NORTH, kept.id)]
     assert there.has(kept) == [True]
 
 

@@ -22,7 +22,6 @@ from gateway.errors import (
     QueueFullError,
 )
 from gateway.responses.base import Match, Mode, Query, Regenerate
-from gateway.responses.entries import Entry
 from gateway.responses.entry_stores import MemoryEntries
 from gateway.responses.stage import ResponseCache
 from gateway.responses.stored_answers import StoredAnswers
@@ -104,18 +103,6 @@ class Engine:
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted += 1
             raise
-
-
-class Looking(Shelf):
-    """Notes what it is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.looked_up: list[tuple[str, str]] = []
-
-    async def find(self, owner: str, name: str) -> Entry | None:
-        self.looked_up.append((owner, name))
-        return await super().find(owner, name)
 
 
 @dataclass
@@ -492,7 +479,7 @@ async def test_a_redis_that_is_away_is_a_cold_cache() -> None:
 async def test_what_one_tenant_has_asked_changes_nothing_in_what_is_done_for_another() -> None:
     looked_up: list[list[tuple[str, str]]] = []
     for asked_before in (False, True):
-        shelf = Looking()
+        shelf = Shelf()
         bench = Bench(shelf=shelf)
         if asked_before:
             await bench.all(ask(tenant="a"))
