@@ -25,6 +25,7 @@ from yarl import URL
 from engine.protocol import Lane
 from gateway.config import UpstreamSettings
 from gateway.types import UpstreamRequest
+from gateway.upstreams.apis import APIS
 from gateway.upstreams.redaction import Secrets, joined
 
 Kind = Literal["connect", "timeout", "lost", "open", "busy", "key", "redirect"]
@@ -41,14 +42,10 @@ class AttemptFailed(Exception):  # noqa: N818 - an attempt that failed, and no e
         self.again = again
 
 
-_KEY_HEADERS: Final = {"openai": "authorization", "anthropic": "x-api-key", "gemini": "x-goog-api-key"}
 _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
 """Of every request, unless the client or the settings say something else. What comes uncompressed can be metered."""
 
 _WITHOUT_BODY: Final = {"accept-encoding": "identity"}
-
-_VERSIONS: Final = {"anthropic": {"anthropic-version": "2023-06-01"}}
-"""What a request of the gateway's own needs besides."""
 
 AT_ONCE_BYTES: Final = 1 << 20
 """A larger body is written in parts, so that the event loop turns in between."""
@@ -147,13 +144,13 @@ class Connections:
     """Made before the event loop runs; they are opened when they are wanted."""
 
     def __init__(self, settings: UpstreamSettings, key: str | None, proxy: str | None = None) -> None:
-        self._settings = settings
+        self._settings, self._api = settings, APIS[settings.dialect]
         self._proxy = proxy
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}  # no online request waits for a line's connection
         self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
         self.secrets = Secrets(key, self._headers)
         if key:
-            name = _KEY_HEADERS[settings.dialect]
+            name = self._api.key_header
             self._headers[name] = f"Bearer {key}" if name == "authorization" else key
 
     async def send(self, request: UpstreamRequest, model: str, body: bytes) -> aiohttp.ClientResponse:
@@ -176,9 +173,8 @@ class Connections:
     async def fetch(self, path: str) -> bytes:
         """The body of a GET, for the gateway itself, of `max_metered_bytes` at most. Raises AttemptFailed."""
         settings = self._settings
-        if settings.dialect == "openai":
-            path = path.removeprefix("/v1")
-        headers = {**_HEADERS, **_VERSIONS.get(settings.dialect, {}), **self._headers}
+        path = path.removeprefix(self._api.base_path)
+        headers = {**_HEADERS, **self._api.headers, **self._headers}
         try:
             async with (
                 asyncio.timeout(settings.idle_timeout_s),
@@ -199,9 +195,7 @@ class Connections:
             await session.close()
 
     def _url(self, request: UpstreamRequest, model: str) -> URL:
-        path = request.path.replace("{model}", quote(model, safe="/"))
-        if self._settings.dialect == "openai":
-            path = path.removeprefix("/v1")  # the base URL of this SDK has it
+        path = request.path.replace("{model}", quote(model, safe="/")).removeprefix(self._api.base_path)
         query = f"?{request.query}" if request.query else ""
         return URL(f"{self._settings.url}{path}{query}", encoded=True)
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import orjson
 
+from gateway.upstreams.apis import APIS, MARKS, Counts, Tokens
 from gateway.upstreams.stored import created_ids
-from gateway.upstreams.usage import MARKS, Counts, Tokens, note, tokens
 
 _EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
@@ -93,7 +93,7 @@ class Meter:
         """
         self.ids: list[str] = []  # of what the upstream keeps, each once; for the caller to take out
         self._known_ids = set[str]()
-        self._dialect = dialect
+        self._api = APIS[dialect]
         self._counts: Counts = {}
         self._events = Events(max_bytes) if is_stream else None
         self._whole = bytearray()
@@ -132,7 +132,7 @@ class Meter:
     def tokens(self) -> Tokens | None:
         """The usage, of an answer that broke off as well."""
         self.end()
-        return tokens(self._counts, self._dialect)
+        return self._api.read_usage(self._counts)
 
     def _add(self, chunk: bytes) -> None:
         if len(self._whole) + len(chunk) <= self._max_bytes:
@@ -151,7 +151,7 @@ class Meter:
             return False
         with contextlib.suppress(orjson.JSONDecodeError):
             value: Any = orjson.loads(data_of(text) if is_event else text)
-            note(self._counts, value, self._dialect)
+            self._api.note(self._counts, value)
             if self._finds_ids and (not is_event or _NAMING.search(text)):
                 self._note_ids(value)
             return isinstance(value, dict) and value.get("choices") == [] and value.get("usage") is not None

@@ -37,6 +37,7 @@ from gateway.errors import (
 from gateway.tasks import cancel, off_loop, spawn
 from gateway.types import UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.answer import Answer, open_answer, without
+from gateway.upstreams.apis import APIS
 from gateway.upstreams.bodies import body_for
 from gateway.upstreams.connections import AttemptFailed
 from gateway.upstreams.routes import Route, Routes
@@ -304,18 +305,10 @@ async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
         yield body
 
 
-_TITLES: Final = {
-    "openai": ("OpenAI", "POST /v1/chat/completions"),
-    "anthropic": ("Anthropic", "POST /v1/messages"),
-    "gemini": ("Google Gen AI", "POST /v1beta/models/{model}:generateContent"),
-}
-
-
 def _other_dialect(model: str, dialect: str) -> BadRequestError:
-    sdk, path = _TITLES[dialect]
     return BadRequestError(
         f"The model `{model}` is served by an upstream that speaks another API, and requests are not translated: "
-        f"ask for it with the {sdk} SDK ({path}).",
+        f"ask for it with {APIS[dialect].how_to_ask}.",
         param="model",
         code="wrong_api",
     )

@@ -21,10 +21,10 @@ from gateway.config import QueueSettings, UpstreamSettings
 from gateway.errors import DeadlineError, QueueFullError
 from gateway.tasks import was_cancelled
 from gateway.types import Ask, UpstreamRequest
+from gateway.upstreams.apis import APIS, MAX_TOKENS
 from gateway.upstreams.bodies import PrefixHistory
 from gateway.upstreams.connections import AttemptFailed, Connections
 from gateway.upstreams.slots import UpstreamSlots
-from gateway.upstreams.usage import MAX_TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +43,6 @@ AT_ONCE_S: Final = 1e-3
 BATCH_WAIT_S: Final = 60.0
 """That a line of a batch waits for a slot, until its job is looked at again, which may be cancelled by then."""
 
-LIST_PATHS: Final = {
-    "openai": "/v1/models",
-    "anthropic": "/v1/models?limit=1000",
-    "gemini": "/v1beta/models?pageSize=1000",
-}
 MAX_LISTED_CHARS: Final = 256
 
 
@@ -195,7 +190,7 @@ class Upstream:
         failed = False
         while not was_cancelled():
             try:
-                body = await self.connections.fetch(LIST_PATHS[self.settings.dialect])
+                body = await self.connections.fetch(APIS[self.settings.dialect].models_path)
                 self.models = model_names(body)[: self.settings.max_listed]
                 failed = False
             except (AttemptFailed, ValueError) as error:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.upstreams.apis import Tokens
 from gateway.upstreams.metering import Events, Meter, data_of
-from gateway.upstreams.usage import Tokens
 from tests.fakes.upstream import CHUNK, USAGE, events
 from tests.fakes.upstream import chunk as chat_chunk
 

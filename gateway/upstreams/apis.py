@@ -1,4 +1,4 @@
-"""What upstreams write about tokens, as one kind of figure. Pure.
+"""What the APIs of upstreams differ in: one row of APIS for each. Pure.
 
 Each API counts cached tokens in its own way. Here a prompt is everything that the model read, cached or not:
 
@@ -20,6 +20,7 @@ Figures that are missing, null or no number are not there. Those that come later
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 Counts = dict[str, int]
@@ -48,19 +49,6 @@ class Tokens(NamedTuple):
     def is_absurd(self) -> bool:
         """Whether these cannot be the tokens of one answer."""
         return max(self.prompt, self.completion) > MAX_TOKENS
-
-
-def note(counts: Counts, value: Any, dialect: str) -> None:
-    """Adds what a JSON value reports: a whole answer, an event of a stream, or an array of them."""
-    for one in value if isinstance(value, list) else (value,):
-        for path in _PLACES[dialect]:
-            if isinstance(found := _at(one, path), Mapping):
-                _flatten(counts, found)
-
-
-def tokens(counts: Counts, dialect: str) -> Tokens | None:
-    """None when the upstream has not reported them."""
-    return _READ[dialect](counts)
 
 
 def _openai(counts: Counts) -> Tokens | None:
@@ -128,16 +116,6 @@ _WRITTEN_FOR: Final = {
     "input_tokens_details.cache_write_tokens_details.ttl_30m_tokens": 1800.0,
     "input_tokens_details.cache_write_tokens_details.ttl_12h_tokens": 43200.0,
 }
-_PLACES: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
-    "openai": (("timings",), ("x_groq", "usage"), ("response", "usage"), ("usage",)),
-    "anthropic": (("message", "usage"), ("usage",)),
-    "gemini": (("usageMetadata",),),
-}
-_READ: Final[Mapping[str, Callable[[Counts], Tokens | None]]] = {
-    "openai": _openai,
-    "anthropic": _anthropic,
-    "gemini": _gemini,
-}
 
 
 def _at(value: Any, path: tuple[str, ...]) -> Any:
@@ -161,3 +139,59 @@ def _is_count(value: Any) -> bool:
 
 def _first(counts: Counts, *names: str) -> int | None:
     return next((counts[name] for name in names if name in counts), None)
+
+
+@dataclass(frozen=True)
+class Api:
+    """
+    how_to_ask     the SDK and the route, for a client that used another
+    key_header     in which the key goes; `authorization` takes it behind `Bearer`
+    models_path    a GET that lists the models
+    usage_paths    where an answer or an event has its usage
+    read_usage     the tokens out of it; None when they are not there
+    headers        of the gateway's own requests
+    base_path      that the base URL of its SDKs has, and a path does not repeat
+    """
+
+    how_to_ask: str
+    key_header: str
+    models_path: str
+    usage_paths: tuple[tuple[str, ...], ...]
+    read_usage: Callable[[Counts], Tokens | None]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    base_path: str = ""
+
+    def note(self, counts: Counts, value: Any) -> None:
+        """Adds what a JSON value reports: a whole answer, an event of a stream, or an array of them."""
+        for one in value if isinstance(value, list) else (value,):
+            for path in self.usage_paths:
+                if isinstance(found := _at(one, path), Mapping):
+                    _flatten(counts, found)
+
+
+APIS: Final[Mapping[str, Api]] = {
+    "openai": Api(
+        how_to_ask="the OpenAI SDK (POST /v1/chat/completions)",
+        key_header="authorization",
+        models_path="/v1/models",
+        usage_paths=(("timings",), ("x_groq", "usage"), ("response", "usage"), ("usage",)),
+        read_usage=_openai,
+        base_path="/v1",
+    ),
+    "anthropic": Api(
+        how_to_ask="the Anthropic SDK (POST /v1/messages)",
+        key_header="x-api-key",
+        models_path="/v1/models?limit=1000",
+        usage_paths=(("message", "usage"), ("usage",)),
+        read_usage=_anthropic,
+        headers={"anthropic-version": "2023-06-01"},
+    ),
+    "gemini": Api(
+        how_to_ask="the Google Gen AI SDK (POST /v1beta/models/{model}:generateContent)",
+        key_header="x-goog-api-key",
+        models_path="/v1beta/models?pageSize=1000",
+        usage_paths=(("usageMetadata",),),
+        read_usage=_gemini,
+    ),
+}
+"""By the setting `dialect` of an upstream."""
