@@ -19,12 +19,11 @@ from redis.asyncio import Redis
 from engine.config import ConfigError
 from gateway.admin.accounting import audit_entry
 from gateway.admin.sources import EngineState, EngineStatus, Sources
+from gateway.api.descriptors import REFUSED
 from gateway.api.gemini import content_store
 from gateway.api.gemini.content_store import ContentStore
-from gateway.api.malformed import MALFORMED
 from gateway.api.openai.responses.store import ResponseStore
-from gateway.api.replays import REPLAYS
-from gateway.api.routes import build_app
+from gateway.api.routes import REPLAYS, build_app
 from gateway.config import Settings, StoredResponseSettings
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.registry import EngineFigures, Registry
@@ -182,7 +181,7 @@ class Gateway:
                 redis=self._redis_figures,
                 batches=lambda: self.batch_worker.figures() if self.batch_worker else {},
                 lost_lines=lost_lines,
-                malformed=lambda: MALFORMED.counts,
+                malformed=lambda: REFUSED,
                 draining=lambda: self.draining,
                 version=installed_version(),
             ),

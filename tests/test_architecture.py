@@ -37,12 +37,14 @@ FOUNDATION = {
     "engine.protocol.frozen",
 }
 PROMISES = {
+    "gateway.files.store",
+    "gateway.limits.limits",
     "gateway.queues.batch.base",
     "gateway.queues.batch.store",
     "gateway.ledger.base",
     "gateway.responses.entries",
 }
-"""Values and Protocols of a stage, which its users write against."""
+"""Modules of a stage that its users call: values, Protocols, and classes that would only have a Protocol for copy."""
 SOURCES = sorted(path for package in ("gateway", "engine") for path in (ROOT / package).rglob("*.py"))
 
 

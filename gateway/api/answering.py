@@ -1,26 +1,28 @@
-"""What every dialect does with a Call: its model, the requests for the pipeline, and the answer, whole or as a stream.
-The dialects parse and write; nothing here knows a wire format.
+"""Answers a Call, in all dialects: its model, the requests for the pipeline, the answer, whole or as a stream. The
+dialects parse and write; nothing here knows a wire format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from engine.protocol import Hello
 from gateway.api.cache_control import stricter
-from gateway.api.call import Call, requests_of, settle
+from gateway.api.call import Call, settle, work_of_prompt
 from gateway.api.dialect import JSON, SSE, Handler
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
-from gateway.api.replies import Answer, Stamp, reply
+from gateway.api.replies import Answer, reply
 from gateway.api.resend import Rendered, find_keeper
-from gateway.api.stream import NO_ACCOUNT, Account, Echo, Shape, collect, stream, stream_headers
-from gateway.api.tenants import ONLY_COUNTED, Limits, Namespaces, need_of, set_aside
+from gateway.api.stream import NO_ACCOUNT, Account, Echo, Generation, collect, stream, stream_headers
+from gateway.api.tenants import ONLY_COUNTED, Namespaces, need_of, set_aside
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
+from gateway.limits.limits import TenantLimits
 from gateway.pipeline import Pipeline
 from gateway.stages import Prompts, Registry
 from gateway.tasks import off_loop
@@ -30,34 +32,11 @@ from gateway.types import (
     Tenant,
     TextPrompt,
     TokenPrompt,
+    Trace,
     Usage,
 )
 
-PROMPTS_AT_ONCE = 16
-"""Of one completion request that are computed at the same time."""
-
 _T = TypeVar("_T")
-
-
-class AnswerShape(Shape):
-    """A dialect's answer, in either form."""
-
-    def body(self, answers: list[Answer], usage: Usage) -> bytes:
-        """The answer to a request that does not stream. `usage` is that of all generated answers together."""
-        raise NotImplementedError
-
-
-class Generation(NamedTuple):
-    """A Call, its model, and how its answer is written and accounted for.
-
-    stamp  what is new in each answer, of one that may be given again as it was written; None: it may not
-    """
-
-    call: Call
-    model: Hello
-    shape: AnswerShape
-    account: Account = NO_ACCOUNT
-    stamp: Stamp | None = None
 
 
 Parse = Callable[[Record, dict[str, Any]], Generation]
@@ -68,35 +47,25 @@ async def parsed(record: Record, parse: Callable[[Record, dict[str, Any]], _T], 
     return await off_loop(record.work, lambda: parse(record, body))
 
 
+@dataclass(frozen=True, slots=True)
 class Answering:
-    """Holds what answering a Call needs, for all dialects. `embedding_models` are those that only embed."""
+    """Answers Calls of all dialects.
 
-    def __init__(
-        self,
-        server: ServerSettings,
-        namespaces: Namespaces,
-        pipeline: Pipeline,
-        models: Registry,
-        decoders: Prompts,
-        embedding_models: Mapping[str, int],
-        limits: Limits,
-        passthrough: Passthrough,
-        *,
-        line_timeout_s: float,
-    ) -> None:
-        """limits          what tenants may ask for
-        passthrough     knows the models and stored answers of upstreams
-        line_timeout_s  that a line of a batch may take
-        """
-        self.passthrough = passthrough
-        self._line_timeout_s = line_timeout_s
-        self._limits = limits
-        self.models = models
-        self.embedding_models = embedding_models
-        self._server = server
-        self.namespaces = namespaces
-        self.pipeline = pipeline
-        self._decoders = decoders
+    embedding_models  those that only embed
+    limits            of tenants
+    passthrough       knows the models and stored answers of upstreams
+    line_timeout_s    that a line of a batch may take
+    """
+
+    server: ServerSettings
+    namespaces: Namespaces
+    pipeline: Pipeline
+    models: Registry
+    decoders: Prompts
+    embedding_models: Mapping[str, int]
+    limits: TenantLimits
+    passthrough: Passthrough
+    line_timeout_s: float
 
     def generates(self, parse: Parse) -> Handler:
         """A handler of requests whose body says all that they ask."""
@@ -137,13 +106,12 @@ class Answering:
 
         media_type  of a stream
         """
-        call, model, shape, account, _ = generation
-        if not call.stream:
+        if not generation.call.stream:
             body = await self.whole(http[RECORD], http[TENANT], generation)
             self._remember(http, generation, {"Content-Type": JSON}, [body])
             return reply(body, kvasir_headers(http[RECORD]))
         noted: list[bytes] = []
-        response = await self.stream(http, call, model, shape, media_type=media_type, account=account, noted=noted)
+        response = await self.stream(http, generation, media_type=media_type, noted=noted)
         self._remember(http, generation, stream_headers(media_type), noted)
         return response
 
@@ -155,30 +123,20 @@ class Answering:
         return shape.body(answers, usage)
 
     async def stream(
-        self,
-        http: web.Request,
-        call: Call,
-        model: Hello,
-        shape: Shape,
-        *,
-        media_type: str = SSE,
-        account: Account = NO_ACCOUNT,
-        noted: list[bytes] | None = None,
+        self, http: web.Request, generation: Generation, *, media_type: str = SSE, noted: list[bytes] | None = None
     ) -> web.StreamResponse:
-        """A stream that is complete when this returns. Raises only while nothing was sent. `noted` gets what was
-        written, of an answer that may come again."""
+        """A stream that is complete when this returns. Raises only while nothing was sent. Its bytes are added to
+        `noted`, if it may be sent again."""
         http[RECORD].stream = True
-        requests = await self.begun(http[RECORD], http[TENANT], call, model)
+        call, model = generation.call, generation.model
         return await stream(
             http,
             self.pipeline,
-            requests,
-            shape,
+            await self.begun(http[RECORD], http[TENANT], call, model),
+            generation,
             self._echo(call, model),
-            at_once=PROMPTS_AT_ONCE,
-            first_byte_s=self._server.first_byte_s,
-            account=account,
             media_type=media_type,
+            first_byte_s=self.server.first_byte_s,
             noted=noted,
         )
 
@@ -186,15 +144,14 @@ class Answering:
         self, requests: list[Request], call: Call, model: Hello, *, account: Account = NO_ACCOUNT
     ) -> tuple[list[Answer], Usage]:
         """The answers to the call's own requests that are told, and the usage of all that were generated."""
-        echo = self._echo(call, model)
-        answers = await collect(self.pipeline, requests, echo, at_once=PROMPTS_AT_ONCE, account=account)
+        answers = await collect(self.pipeline, requests, self._echo(call, model), account)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         return call.choices.best(answers, logprobs=call.sampling.logprobs is not None), usage
 
     async def prewarm(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> Usage:
         """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""
         requests = await self.begun(record, tenant, call, model)
-        (answer,) = await collect(self.pipeline, requests, _no_echo, at_once=1)
+        (answer,) = await collect(self.pipeline, requests, _no_echo)
         return answer.usage
 
     async def count(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> int:
@@ -215,24 +172,52 @@ class Answering:
 
     async def set_aside(self, record: Record, need: Callable[[], Need]) -> None:
         """What the record's request needs of its tenant's limits. Raises RateLimitError."""
-        await set_aside(self._limits, record, need)
+        await set_aside(self.limits, record, need)
 
     def requests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """One for each answer to each prompt, whose traces the record gets. Raises BadRequestError for token ids that
         the model does not have, ForbiddenError for a namespace that the tenant may not use."""
-        prompts, reuse = settle(call, model), stricter(record.reuse, call.reuse)
         scope = self.namespaces.scope(record.namespace, tenant, key=call.cache_key, cache_salt=call.cache_salt)
-        deadline_s = self.deadline_s(record)
         affinity = "" if self.namespaces.separating_key(tenant, call.cache_key) else call.cache_key
-        requests = requests_of(
-            call, prompts, record, tenant, scope=scope, affinity=affinity, reuse=reuse, deadline_s=deadline_s
-        )
+        reuse, deadline_s = stricter(record.reuse, call.reuse), self.deadline_s(record)
+        requests = [
+            Request(
+                request_id=record.request_id,
+                tenant=tenant,
+                model=call.model,
+                prompt=prompt,
+                sampling=sampling,
+                received_s=record.received_s,
+                deadline_s=deadline_s,
+                lane=record.lane,
+                tier=record.tier,
+                priority=call.priority,
+                stop=call.stop,
+                prompt_param=call.prompt_param,
+                scope=scope,
+                affinity=affinity,
+                use_cache=call.use_cache,
+                only_leased=call.only_leased,
+                prewarm=call.prewarm,
+                fit=call.fit,
+                constraint=call.constraint,
+                tool_use=call.tool_use,
+                group=group,
+                number=number,
+                trace=Trace(fork=number > 0),
+                work=work,
+                stream=call.stream,
+                reuse=reuse,
+            )
+            for prompt, work in [(prompt, max(record.work, work_of_prompt(prompt))) for prompt in settle(call, model)]
+            for number, group, sampling in call.choices.samplings(call.sampling)
+        ]
         record.traces = [request.trace for request in requests]
         return requests
 
     def deadline_s(self, record: Record) -> float:
         """By the monotonic clock."""
-        return record.received_s + (self._line_timeout_s if record.lane == "batch" else self._server.request_timeout_s)
+        return record.received_s + (self.line_timeout_s if record.lane == "batch" else self.server.request_timeout_s)
 
     def _remember(
         self, http: web.Request, generation: Generation, headers: Mapping[str, str], chunks: Sequence[bytes]
@@ -254,7 +239,7 @@ class Answering:
             if isinstance(prompt, TextPrompt):
                 return prompt.text
             if isinstance(prompt, TokenPrompt) and prompt.tokens:
-                return self._decoders.spell(prompt, model)
+                return self.decoders.spell(prompt, model)
             return ""
 
         return echo

@@ -31,10 +31,6 @@ class Bodies:
         self._by_tenant: Counter[str] = Counter()
         self.num_bytes = 0
 
-    def claim(self, tenant: str) -> Claim:
-        """Of one request, with nothing in it yet."""
-        return Claim(self, tenant)
-
     def add(self, tenant: str, num_bytes: int) -> None:
         """For claims, as `remove`. Raises QueueFullError and OverloadedError."""
         if self._by_tenant[tenant] + num_bytes > self.max_tenant_bytes:

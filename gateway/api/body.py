@@ -11,8 +11,9 @@ import asyncio
 import io
 import sys
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
+from typing import Any, Final, NamedTuple
 
 import orjson
 from aiohttp import web
@@ -31,11 +32,6 @@ if sys.version_info >= (3, 14):
 else:
     from backports.zstd import DecompressionParameter, ZstdDecompressor, ZstdError
 
-BROKEN: Final = (zlib.error, ZstdError)
-"""What `decode` raises for bytes that are not compressed as they say."""
-
-NAMES: Final = "gzip, deflate, zstd or identity"
-
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS  # zlib finds out which of the two it is
 _ZSTD_WINDOW_LOG: Final = 23  # 8 MiB of memory for one body, which RFC 8878 asks decoders to have (3.1.1.1.2)
 
@@ -46,80 +42,58 @@ ENCODING_CODES: Final = (ENCODING_UNSUPPORTED, ENCODING_INVALID, DECODED_TOO_LAR
 """Codes of errors of a compressed body, by their names in the Anthropic API."""
 
 CHUNK_BYTES: Final = 8 << 10
-"""Of a body that is read in pieces. Reading what is in one takes milliseconds, which others wait."""
+"""Of a body that is handled chunk by chunk, which takes milliseconds for each."""
+
+READ_BYTES: Final = 64 << 10
+"""Of a body that is collected, between two turns of the event loop."""
 
 MAX_DEPTH: Final = 128
 """Levels of a body: no API has nearly as many, and code that walks values recursively stays far from its limit."""
 
 TIMEOUT_S: Final = 60.0
-"""For a body to arrive; whoever sends slower would hold memory of bodies in flight."""
+"""For a body to arrive; a slower client would hold memory of bodies in flight."""
 
 TEXT_SHARE: Final = 2
-"""Times server.max_body_bytes that one text may take in memory. It is made in one go, which others wait."""
+"""Times server.max_body_bytes that one text may take in memory. It is made in one go, which blocks the event loop."""
 
-DECODED_BYTES: Final = 64 << 10
-"""Of a compressed body that are decoded before others have their turn."""
+_BROKEN: Final = (TimeoutError, zlib.error, ZstdError, web.RequestPayloadError, BadHttpMessage)
+"""Errors of a body that does not arrive whole."""
 
+_CONTAINERS = frozenset((dict, list))
 
-class Decoder(Protocol):
-    """Of one body."""
-
-    @property
-    def eof(self) -> bool:
-        """Whether the compressed body is complete; what comes behind it is left out."""
-        ...
-
-    def decode(self, data: bytes, most: int) -> bytes:
-        """At most `most` bytes of what was given so far. The rest comes when it is called again, with no data."""
-        ...
-
-
-class _Zlib:
-    def __init__(self) -> None:
-        self._zlib = zlib.decompressobj(_GZIP_OR_ZLIB)
-
-    @property
-    def eof(self) -> bool:
-        return self._zlib.eof
-
-    def decode(self, data: bytes, most: int) -> bytes:
-        return self._zlib.decompress(self._zlib.unconsumed_tail + data, most)
-
-
-class _Zstd:
-    def __init__(self) -> None:
-        self._zstd = ZstdDecompressor(options={DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG})
-
-    @property
-    def eof(self) -> bool:
-        return self._zstd.eof
-
-    def decode(self, data: bytes, most: int) -> bytes:
-        return b"" if self._zstd.eof else self._zstd.decompress(data, most)
-
-
-DECODERS: Final[Mapping[str, Callable[[], Decoder]]] = {
-    "gzip": _Zlib,
-    "x-gzip": _Zlib,
-    "deflate": _Zlib,
-    "zstd": _Zstd,
-}
+RAW: web.RequestKey[bytes] = web.RequestKey("raw", bytes)
+"""The body that `read_raw` read, decoded, until passthrough.py removes it."""
 
 
 class BodyLimit(NamedTuple):
-    """Bytes of a decoded body, and the setting that says so."""
+    """Bytes of a decoded body, and the setting with that limit."""
 
     num_bytes: int
     setting: str
 
 
-_BROKEN: Final = (TimeoutError, *BROKEN, web.RequestPayloadError, BadHttpMessage)
-"""What a body that does not arrive whole raises."""
+class Decoder:
+    """Decodes one body; bytes behind its end are left out."""
 
-_CONTAINERS = frozenset((dict, list))
+    def __init__(self, encoding: str) -> None:
+        self._inner: Any = zlib.decompressobj(_GZIP_OR_ZLIB)
+        if encoding == "zstd":
+            self._inner = ZstdDecompressor(options={DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG})
 
-RAW: web.RequestKey[bytes] = web.RequestKey("raw", bytes)
-"""The body that `read_raw` read, decoded, until passthrough.py takes it away."""
+    @property
+    def eof(self) -> bool:
+        """Whether the compressed body is complete."""
+        return bool(self._inner.eof)
+
+    def decode(self, data: bytes, most: int) -> bytes:
+        """At most `most` bytes. The rest comes when it is called again, with no data."""
+        if self._inner.eof:
+            return b""
+        return bytes(self._inner.decompress(getattr(self._inner, "unconsumed_tail", b"") + data, most))
+
+
+DECODED: Final = ("gzip", "x-gzip", "deflate", "zstd")
+"""Values of Content-Encoding besides `identity`."""
 
 
 async def expect_continue(http: web.Request) -> None:
@@ -142,75 +116,92 @@ async def read_json(http: web.Request, server: ServerSettings) -> dict[str, Any]
 
 
 async def read_raw(http: web.Request, server: ServerSettings) -> bytes:
-    """The body, decoded; read once, however often it is asked for.
+    """The body, decoded; read once, however often it is called.
 
-    Raises BodyTooLargeError from Content-Length alone where there is one, QueueFullError and OverloadedError where
-    bodies in flight have no memory left (bodies.py), and BadRequestError for what does not arrive. The limits also hold
-    for what a compressed body becomes.
+    Raises as `body_chunks`, and QueueFullError and OverloadedError where bodies in flight have no memory left
+    (bodies.py).
     """
     if RAW in http:
         return http[RAW]
     record = http[RECORD]
-    claim = record.body = http.app[BODIES].claim(record.tenant or "")
-    try:
-        _check_headers(http, server.max_body_bytes)
-        if http.content.is_eof() and _encoding(http) == "identity":  # a small body comes together with its headers
+    claim = record.body = Claim(http.app[BODIES], record.tenant or "")
+    limit = BodyLimit(server.max_body_bytes, "server.max_body_bytes")
+    if http.content.is_eof() and _encoding(http) == "identity":  # a small body comes together with its headers
+        _check_headers(http, limit)
+        try:
             body = http.content.read_nowait()
-            if len(body) > server.max_body_bytes:
-                raise BodyTooLargeError(server.max_body_bytes)
-            claim.grow_to(len(body))
-        else:
-            claim.grow_to(http.content_length or 0)
-            async with asyncio.timeout(TIMEOUT_S):
-                body = await _read(http, server.max_body_bytes, claim)
-        record.body_bytes = len(body)
-    except _BROKEN as error:
-        raise _unreadable(error, f"{TIMEOUT_S:g} s") from None
+        except _BROKEN as error:
+            raise _unreadable(error, TIMEOUT_S) from None
+        if len(body) > limit.num_bytes:
+            raise BodyTooLargeError(limit.num_bytes)
+        claim.grow_to(len(body))
+    else:
+        whole = io.BytesIO()  # which gives its bytes away without copying them
+        async with aclosing(body_chunks(http, limit, TIMEOUT_S, READ_BYTES, claim)) as chunks:
+            async for chunk in chunks:
+                whole.write(chunk)
+        body = whole.getvalue()
+    record.body_bytes = len(body)
     http[RAW] = body
     return body
 
 
-async def body_chunks(http: web.Request, limit: BodyLimit, timeout_s: float) -> AsyncGenerator[bytes]:
-    """The body chunk by chunk as it comes, decoded, for those that are too large for memory: CHUNK_BYTES each at most,
-    and others have their turn between two. Raises as `read_json` does while it arrives."""
+async def body_chunks(
+    http: web.Request, limit: BodyLimit, timeout_s: float, most: int = CHUNK_BYTES, claim: Claim | None = None
+) -> AsyncGenerator[bytes]:
+    """The body as it comes, decoded, in chunks of at most `most` bytes, with a turn of the event loop between two.
+
+    Raises BodyTooLargeError, from Content-Length alone where there is one, and BadRequestError for a body that does not
+    arrive. The limit also holds for what a compressed body becomes. `claim` grows before a chunk is there.
+    """
     limit_bytes, setting = limit
+    _check_headers(http, limit)
+    if claim is not None:
+        claim.grow_to(http.content_length or 0)
+    ask_for_body(http)
+    size = 0
     try:
-        _check_headers(http, limit_bytes, setting)
-        _ask_for_body(http)
-        size = 0
         async with asyncio.timeout(timeout_s):
-            async for piece in _decoded_chunks(http, CHUNK_BYTES):
-                if (size := size + len(piece)) > limit_bytes:
-                    raise BodyTooLargeError(limit_bytes, setting=setting)
-                yield piece
+            async for chunk in _decoded_chunks(http, most):
+                if (size := size + len(chunk)) > limit_bytes:
+                    code = None if _encoding(http) == "identity" else DECODED_TOO_LARGE
+                    raise BodyTooLargeError(limit_bytes, setting=setting, code=code)
+                if claim is not None:
+                    claim.grow_to(size)
+                yield chunk
     except _BROKEN as error:
-        raise _unreadable(error, "files.upload_timeout_s") from None
+        raise _unreadable(error, timeout_s) from None
 
 
-def _unreadable(error: Exception, timeout: str) -> BadRequestError:
-    """For one of _BROKEN. `timeout` is the setting that says for how long the body was waited for."""
+def _unreadable(error: Exception, timeout_s: float) -> BadRequestError:
+    """For one of _BROKEN."""
     if isinstance(error, TimeoutError):
-        return BadRequestError(f"The request body did not arrive in time ({timeout}).")
-    if isinstance(error, BROKEN):
+        return BadRequestError(f"The request body did not arrive within {timeout_s:g} s.")
+    if isinstance(error, (zlib.error, ZstdError)):
         return BadRequestError("The request body is not compressed as it says.", code=ENCODING_INVALID)
     return BadRequestError(f"The request body cannot be read: {type(error).__name__}.")
 
 
 async def _decoded_chunks(http: web.Request, most: int) -> AsyncIterator[bytes]:
-    """Pieces of `most` bytes at most; others have their turn between two."""
     if _encoding(http) == "identity":
-        while piece := await http.content.read(most):
-            yield piece
+        while chunk := await http.content.read(most):
+            yield chunk
             await asyncio.sleep(0)
         return
-    decoder = DECODERS[_encoding(http)]()
-    while piece := await http.content.readany():
-        while not decoder.eof and (decoded := decoder.decode(piece, most)):
+    decoder = Decoder(_encoding(http))
+    while chunk := await http.content.readany():
+        while decoded := decoder.decode(chunk, most):
             yield decoded
             await asyncio.sleep(0)
-            piece = b""
+            chunk = b""
     if not decoder.eof:
         raise BadRequestError("The compressed request body is cut short.", code=ENCODING_INVALID)
+
+
+def ask_for_body(http: web.Request) -> None:
+    """Answers `Expect: 100-continue`."""
+    if http.headers.get("Expect", "").lower() == "100-continue" and http.transport is not None:
+        http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def parse_object(body: bytes, max_body_bytes: int = sys.maxsize) -> dict[str, Any]:
@@ -249,30 +240,13 @@ def deeper_than(value: Any, levels: int) -> bool:
     return bool(level)
 
 
-def _check_headers(http: web.Request, limit_bytes: int, setting: str = "server.max_body_bytes") -> None:
-    if (http.content_length or 0) > limit_bytes:
-        raise BodyTooLargeError(limit_bytes, setting=setting)
-    if "Content-Encoding" in http.headers and _encoding(http) not in ("identity", *DECODERS):
-        why = f"Content-Encoding must be {NAMES}."
+def _check_headers(http: web.Request, limit: BodyLimit) -> None:
+    if (http.content_length or 0) > limit.num_bytes:
+        raise BodyTooLargeError(limit.num_bytes, setting=limit.setting)
+    if "Content-Encoding" in http.headers and _encoding(http) not in ("identity", *DECODED):
+        why = "Content-Encoding must be gzip, deflate, zstd or identity."
         raise BadRequestError(why, code=ENCODING_UNSUPPORTED)
 
 
 def _encoding(http: web.Request) -> str:
     return http.headers.get("Content-Encoding", "identity").strip().lower()
-
-
-def _ask_for_body(http: web.Request) -> None:
-    if http.headers.get("Expect", "").lower() == "100-continue" and http.transport is not None:
-        http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-
-async def _read(http: web.Request, limit_bytes: int, claim: Claim) -> bytes:
-    _ask_for_body(http)
-    plain = _encoding(http) == "identity"
-    body = io.BytesIO()  # which gives its bytes away without copying them
-    async for piece in http.content.iter_any() if plain else _decoded_chunks(http, DECODED_BYTES):
-        if body.tell() + len(piece) > limit_bytes:
-            raise BodyTooLargeError(limit_bytes, code=None if plain else DECODED_TOO_LARGE)
-        claim.grow_to(body.tell() + len(piece))
-        body.write(piece)
-    return body.getvalue()

@@ -24,7 +24,9 @@ RETRY_HEADER: Final = "x-stainless-retry-count"
 MAX_SECONDS: Final = 2**31
 MAX_PARTITION: Final = 256
 
-_DIRECTIVE: Final = re.compile(r'\s*([!#$%&\'*+.^_`|~0-9A-Za-z-]+)\s*(?:=\s*("(?:[^"\\]|\\.)*"|[^,]*))?\s*(?:,|$)')
+_ITEM: Final = re.compile(r'(?:[^,"]|"(?:[^"\\]|\\.)*"?)+')  # between commas outside of quoted strings
+_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[^"]*')
 _WORDS: Final = ("on", "off", "exact", "semantic", "no-cache", "no-store", "only-if-cached")
 _NUMBERS: Final = {"max-age": "max_age_s", "ttl": "ttl_s", "similarity": "similarity"}
 
@@ -103,36 +105,19 @@ def stricter(one: Reuse, other: Reuse) -> Reuse:
 
 
 def _standard(written: str) -> Reuse:
-    """Directives that are not known are ignored, as the standard wants it."""
-    found, end = _directives(written)
+    """Unknown directives are ignored, as the standard wants it; what cannot be read may have been a restriction."""
+    items = [item.partition("=") for item in _ITEM.findall(written) if item.strip()]
+    found = [(name.strip().lower(), value.strip()) for name, _, value in items]
     names = {name for name, _ in found}
-    ages = [_age(value) for name, value in found if name == "max-age"]
-    # What cannot be read may have been a restriction.
-    read = "no-cache" not in names and end
+    readable = all(_NAME.fullmatch(name) and _VALUE.fullmatch(value) for name, value in found)
     return _settled(
         Reuse(
-            read=read,
-            write="no-store" not in names and end,
+            read="no-cache" not in names and readable,
+            write="no-store" not in names and readable,
             only_cached="only-if-cached" in names,
-            max_age_s=min(ages, default=None),
+            max_age_s=min([_age(value.strip('"')) for name, value in found if name == "max-age"], default=None),
         )
     )
-
-
-def _directives(written: str) -> tuple[list[tuple[str, str]], bool]:
-    """Names in small letters, with their values, and whether all of it could be read."""
-    found: list[tuple[str, str]] = []
-    place = 0
-    while place < len(written):
-        if written[place] in ", \t":
-            place += 1
-            continue
-        match = _DIRECTIVE.match(written, place)
-        if match is None:
-            return found, False
-        found.append((match[1].lower(), (match[2] or "").strip().strip('"')))
-        place = match.end()
-    return found, True
 
 
 def _age(value: str) -> float:

@@ -1,5 +1,4 @@
-"""A Call: what one POST asks for, whatever its dialect, checked, before any model is known; and the requests for the
-pipeline that it becomes.
+"""A Call: a checked POST that generates, in no dialect, before its model is known.
 
 Pure. What depends on the model (vocabulary, context) is checked by `settle` and by the pipeline.
 """
@@ -7,36 +6,78 @@ Pure. What depends on the model (vocabulary, context) is checked by `settle` and
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from engine.protocol import Hello, Sampling
 from engine.protocol.frozen import dataclass
-from gateway.api.choices import ONE_CHOICE, Choices
-from gateway.api.record import Record
+from gateway.api.replies import Answer
 from gateway.errors import BadRequestError
 from gateway.tasks import work_of
 from gateway.types import (
     PLAIN_REUSE,
     ChatPrompt,
     Constraint,
+    Group,
     Prompt,
     PromptParam,
-    Request,
     Reuse,
-    Scope,
-    Tenant,
     TextPrompt,
     Tier,
     TokenPrompt,
     ToolUse,
-    Trace,
 )
 
 MAX_PROMPTS: Final = 256
 """Of one request, and answers to all of them: each is a request of the pipeline."""
 
 NEW_DOCUMENT = TokenPrompt(b"")  # stands for "no prompt" until the model, and so its end-of-text token, is known
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Several answers to each prompt. Their requests form a group, which goes to one engine: the prompt is computed
+    once.
+
+    n        answers that are returned
+    best_of  answers that are generated, at least n; the n whose tokens are likeliest on average are returned
+    """
+
+    n: int = 1
+    best_of: int = 1
+
+    @property
+    def ranked(self) -> bool:
+        """Whether some answers are generated and not returned. Which is known last, so they are not streamed."""
+        return self.best_of > self.n
+
+    def samplings(self, sampling: Sampling) -> Iterator[tuple[int, Group | None, Sampling]]:
+        """Number, group and sampling of each answer to one prompt. Seeds count up from the one that is given."""
+        group = Group(self.best_of) if self.best_of > 1 else None
+        if self.ranked and sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)
+        for number in range(self.best_of):
+            seed = None if sampling.seed is None else sampling.seed + number
+            yield number, group, replace(sampling, seed=seed) if number else sampling
+
+    def best(self, answers: Sequence[Answer], *, logprobs: bool) -> list[Answer]:
+        """Those of the answers to all prompts, in order, that are returned; with or without log probabilities."""
+        if not self.ranked:
+            return list(answers)
+        best: list[Answer] = []
+        for start in range(0, len(answers), self.best_of):
+            best += sorted(answers[start : start + self.best_of], key=_mean_logprob, reverse=True)[: self.n]
+        return best if logprobs else [replace(answer, scored=None) for answer in best]
+
+
+ONE_CHOICE = Choices()
+
+
+def _mean_logprob(answer: Answer) -> float:
+    """An answer without tokens comes last."""
+    logprobs = [one.logprob for one in answer.scored or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,54 +124,8 @@ def settle(call: Call, model: Hello) -> tuple[Prompt, ...]:
     return tuple(_begin(model) if prompt is NEW_DOCUMENT else prompt for prompt in call.prompts)
 
 
-def requests_of(
-    call: Call,
-    prompts: Sequence[Prompt],
-    record: Record,
-    tenant: Tenant,
-    *,
-    scope: Scope,
-    affinity: str,
-    reuse: Reuse,
-    deadline_s: float,
-) -> list[Request]:
-    """One for each answer to each prompt, which `settle` made. `reuse` is what body and headers say together."""
-    return [
-        Request(
-            request_id=record.request_id,
-            tenant=tenant,
-            model=call.model,
-            prompt=prompt,
-            sampling=sampling,
-            received_s=record.received_s,
-            deadline_s=deadline_s,
-            lane=record.lane,
-            tier=record.tier,
-            priority=call.priority,
-            stop=call.stop,
-            prompt_param=call.prompt_param,
-            scope=scope,
-            affinity=affinity,
-            use_cache=call.use_cache,
-            only_leased=call.only_leased,
-            prewarm=call.prewarm,
-            fit=call.fit,
-            constraint=call.constraint,
-            tool_use=call.tool_use,
-            group=group,
-            number=number,
-            trace=Trace(fork=number > 0),
-            work=work,
-            stream=call.stream,
-            reuse=reuse,
-        )
-        for prompt, work in [(prompt, max(record.work, _work_of(prompt))) for prompt in prompts]
-        for number, group, sampling in call.choices.samplings(call.sampling)
-    ]
-
-
-def _work_of(prompt: Prompt) -> int:
-    """Of its texts; what was stored is not in the request's body."""
+def work_of_prompt(prompt: Prompt) -> int:
+    """Work on its texts (tasks.work_of), stored ones included, which are not in the request's body."""
     match prompt:
         case ChatPrompt(messages=messages):
             return work_of(sum([len(message.get("content") or "") for message in messages]), len(messages))

@@ -1,8 +1,9 @@
-"""File descriptors: connections are refused before the process has none left, and some are kept for operators.
+"""Requests and connections that are refused before they have a route: malformed ones, and those for which the process
+has too few file descriptors left.
 
-A new connection gets the lowest number that is free, so its own number says how many there are at least. From the first
-watermark on a connection is answered with 503 and closed, unless it asks for health, metrics or admin pages; from the
-second it is told so before it has asked anything. What is left above is for upstreams, engines, Redis and files.
+A new connection gets the lowest free descriptor, so its own number is a lower bound of how many are open. From the
+first watermark on a connection is answered with 503 and closed, unless it asks for health, metrics or admin pages; from
+the second on it is refused before it sends anything. The rest is for upstreams, engines, Redis and files.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import resource
-from collections.abc import Callable
+from collections import Counter
 from typing import Final, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadStatusLine, HttpProcessingError
 
-from gateway.api.malformed import MALFORMED
 from gateway.errors import OverloadedError
 
 log = logging.getLogger(__name__)
@@ -26,11 +28,30 @@ RESERVED: Final = 2048
 all accepted before the first of them is refused, so that only half as many may come together (the backlog)."""
 RETRY_AFTER_S: Final = 5.0
 _FOR_OPERATORS: Final = ("/health", "/metrics", "/admin")
-_BODY: Final = b"The server has too many connections. Please try again later.\n"
+_MESSAGE: Final = "The server has too many connections. Please try again later."
 _REFUSAL: Final = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nRetry-After: %d\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%b" % (RETRY_AFTER_S, len(_BODY), _BODY)
-)
+    "HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    f"Retry-After: {RETRY_AFTER_S:g}\r\nContent-Length: {len(_MESSAGE)}\r\n\r\n{_MESSAGE}"
+).encode()
+_TWICE: Final = re.compile(r"Duplicate '([A-Za-z-]{1,40})' header")
+
+REFUSED: Final = Counter[str]()
+"""Refusals of this process by reason: `DuplicateHeader`, `TooManyConnections`, or the class of aiohttp's error."""
+
+
+def count_malformed(record: logging.LogRecord) -> bool:
+    """Filter of aiohttp's logger: a request that aiohttp refused is counted, and logged without a traceback and without
+    any of its bytes but the name of a header. Any port scanner could fill the log otherwise."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError):
+        return True
+    twice = _TWICE.search(error.message)
+    reason = "DuplicateHeader" if twice else type(error).__name__
+    REFUSED[reason] += 1
+    level = logging.DEBUG if isinstance(error, BadStatusLine) else logging.WARNING  # that was no HTTP at all
+    what = f"the header {twice[1]} came twice" if twice else reason
+    log.log(level, "a request was refused with 400 before it had a route: %s", what)
+    return False
 
 
 def raise_limit() -> None:
@@ -42,11 +63,8 @@ def raise_limit() -> None:
 
 def check_descriptors(http: web.Request) -> None:
     """Raises OverloadedError for a connection beyond the first watermark that is not an operator's."""
-    limit = _limit()
-    if _number_of(http.transport) < limit - 2 * _reserved(limit) or http.path.startswith(_FOR_OPERATORS):
-        return
-    _note(limit)
-    raise OverloadedError("The server has too many connections. Please try again later.", retry_after_s=RETRY_AFTER_S)
+    if not http.path.startswith(_FOR_OPERATORS) and _is_beyond(http.transport, reserves=2):
+        raise OverloadedError(_MESSAGE, retry_after_s=RETRY_AFTER_S)
 
 
 class Site(web.TCPSite):
@@ -56,39 +74,43 @@ class Site(web.TCPSite):
         await web.BaseSite.start(self)
         server = self._runner.server
         assert server is not None
-        loop = asyncio.get_running_loop()
-        gate = lambda: _Gate(server)  # noqa: E731
         backlog = min(self._backlog, _reserved(_limit()) // 2)
-        self._server = await loop.create_server(gate, self._host, self._port, backlog=backlog)
+        gate = lambda: _Gate(server)  # noqa: E731
+        self._server = await asyncio.get_running_loop().create_server(gate, self._host, self._port, backlog=backlog)
 
 
 class _Gate(asyncio.Protocol):
-    """A connection before anything has come. It becomes the server's, or is refused."""
+    """A connection before its first byte. It becomes the server's, or is refused."""
 
-    def __init__(self, make: Callable[[], asyncio.Protocol]) -> None:
-        self._make = make
+    def __init__(self, server: web.Server) -> None:
+        self._server = server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        tcp, limit = cast("asyncio.Transport", transport), _limit()  # uvloop's are of a class of their own
-        if _number_of(tcp) >= limit - _reserved(limit):
-            _note(limit)
+        tcp = cast("asyncio.Transport", transport)  # uvloop's are of a class of their own
+        if _is_beyond(tcp, reserves=1):
             tcp.write(_REFUSAL)
             tcp.close()
             return
-        protocol = self._make()
+        protocol = self._server()
         tcp.set_protocol(protocol)
         protocol.connection_made(tcp)
 
 
-def _note(limit: int) -> None:
-    """One line of these in a while: the log counts those that come again and again (logs/writer.py)."""
-    MALFORMED.count("TooManyConnections")
+def _is_beyond(transport: asyncio.BaseTransport | None, *, reserves: int) -> bool:
+    """Whether a connection leaves less than so many reserves; then it is counted. The log writes repeated lines once in
+    a while (logs/writer.py)."""
+    limit = _limit()
+    sock = None if transport is None else transport.get_extra_info("socket")
+    if sock is None or sock.fileno() < limit - reserves * _reserved(limit):
+        return False
+    REFUSED["TooManyConnections"] += 1
     log.warning(
         "connections are refused with 503: the process may have %d file descriptors (ulimit -n), of which %d are kept "
         "for engines, upstreams, files and operators",
         limit,
         2 * _reserved(limit),
     )
+    return True
 
 
 def _limit() -> int:
@@ -98,9 +120,3 @@ def _limit() -> int:
 
 def _reserved(limit: int) -> int:
     return min(RESERVED, limit // 4)
-
-
-def _number_of(transport: asyncio.BaseTransport | None) -> int:
-    """-1 of a connection that is gone."""
-    sock = None if transport is None else transport.get_extra_info("socket")
-    return -1 if sock is None else int(sock.fileno())

@@ -128,14 +128,13 @@ def retry_headers(error: KvasirError) -> dict[str, str]:
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))
-    if isinstance(error, DeadlineError) and error.retry_after_s is None:
-        headers["x-should-retry"] = "false"  # the time was spent on the answer itself, and would be again
-    elif isinstance(error, RateLimitError) and error.retry_after_s is None:
-        headers["x-should-retry"] = "false"  # it is more than the tenant ever may send
-    elif isinstance(error, UpstreamTimeoutError) and error.for_good:
-        headers["x-should-retry"] = "false"  # as of a deadline
-    elif isinstance(error, QuotaError | StorageFullError | NotCachedError | EnginesDiedError):
-        headers["x-should-retry"] = "false"  # something has to be deleted first, or to end; or it would be again
+    hopeless = isinstance(error, QuotaError | StorageFullError | NotCachedError | EnginesDiedError)
+    if isinstance(error, DeadlineError | RateLimitError):  # as much time, or more than the tenant ever may send
+        hopeless = error.retry_after_s is None
+    elif isinstance(error, UpstreamTimeoutError):
+        hopeless = error.for_good
+    if hopeless:  # it would be the same again, or something has to be deleted first
+        headers["x-should-retry"] = "false"
     elif error.status in (429, 502, 503, 504):
         headers["x-should-retry"] = "true"
     return headers

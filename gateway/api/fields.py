@@ -161,14 +161,9 @@ def object_schema(properties: Mapping[str, JsonSchema], *required: str) -> JsonS
     }
 
 
-def closed_schema(properties: Mapping[str, JsonSchema], *required: str) -> JsonSchema:
-    """As `object_schema`, without any other properties."""
-    return {**object_schema(properties, *required), "additionalProperties": False}
-
-
 def closed_object(properties: Mapping[str, JsonSchema]) -> JsonSchema:
     """Of an object with all of these properties and no others."""
-    return closed_schema(properties, *properties)
+    return {**object_schema(properties, *properties), "additionalProperties": False}
 
 
 def or_null(schema: JsonSchema) -> JsonSchema:
@@ -262,10 +257,6 @@ def at_most(most: int, value: list[Any], path: str) -> list[Any]:
 
 
 # -- the fields of an object -----------------------------------------------------------------------------------------
-
-
-def _refuse(path: str, name: str, known: Collection[str], given: Collection[str]) -> None:
-    raise unknown_parameter(path, typo_of(name, known, given))
 
 
 def required_text(item: Mapping[str, Any], key: str, path: str) -> str:
@@ -370,24 +361,20 @@ def in_url(check: Check[_T]) -> Check[_T]:
 
 def record(*required: str, **fields: Check[Any]) -> Check[dict[str, Any]]:
     """An object of these fields. Others are ignored, or refused."""
-    return _record(required, fields, object_schema, unknown)
+    return _record(required, fields, closed=False)
 
 
 def closed_record(*required: str, **fields: Check[Any]) -> Check[dict[str, Any]]:
-    """An object that has these fields and no others: for what changes its meaning with each of them."""
-    return _record(required, fields, closed_schema, _refuse)
+    """An object that has these fields and no others: for objects whose meaning changes with each of them."""
+    return _record(required, fields, closed=True)
 
 
-def _record(
-    required: tuple[str, ...],
-    fields: Mapping[str, Check[Any]],
-    schema: Callable[..., JsonSchema],
-    unknown_field: Callable[[str, str, Collection[str], Collection[str]], None],
-) -> Check[dict[str, Any]]:
+def _record(required: tuple[str, ...], fields: Mapping[str, Check[Any]], *, closed: bool) -> Check[dict[str, Any]]:
+    schema = object_schema({name: field.schema for name, field in fields.items()}, *required)
     functions = {name: field.function for name, field in fields.items()}
     any_text = text().function  # most fields of most objects
 
-    @takes(schema({name: field.schema for name, field in fields.items()}, *required))
+    @takes({**schema, "additionalProperties": False} if closed else schema)
     def check(value: Any, path: str) -> dict[str, Any]:
         given = value if type(value) is dict else an_object(value, path)
         for name in required:
@@ -400,10 +387,12 @@ def _record(
             function = functions.get(name)
             if function is any_text and type(item) is str:
                 read[name] = item
-            elif function is None:
-                unknown_field(f"{path}.{name}", name, functions, given)
-            else:
+            elif function is not None:
                 read[name] = function(item, f"{path}.{name}")
+            elif closed:
+                raise unknown_parameter(f"{path}.{name}", typo_of(name, functions, given))
+            else:
+                unknown(f"{path}.{name}", name, functions, given)
         return read
 
     return check

@@ -13,17 +13,19 @@ import logging
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, Literal, NamedTuple
 
 import orjson
 
 from engine.protocol import TOKEN_BYTES, chain_digests
-from gateway.api.answering import Answering, Generation, parsed
+from gateway.api.answering import Answering, parsed
 from gateway.api.call import Call
 from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
 from gateway.api.passthrough import Headers, Passthrough, Upstreams, may_keep
-from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
+from gateway.api.record import Observer, Record, failed, known_error
+from gateway.api.stream import Generation
 from gateway.api.structure import work_of_json
 from gateway.api.tenants import Namespaces
 from gateway.api.unknown_fields import IgnoredFields, collected
@@ -160,37 +162,27 @@ class Beginning(NamedTuple):
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
 class BatchRunner:
-    """queues.batch.base.Runner, of all dialects that have batches: each line is one request of the batch lane."""
+    """queues.batch.base.Runner, of all dialects that have batches: each line is one request of the batch lane.
 
-    def __init__(
-        self,
-        settings: BatchSettings,
-        endpoints: Mapping[str, Endpoint],
-        formats: Mapping[str, RowFormat],
-        observer: Observer,
-        all_joined: Callable[[], bool],
-        passthrough: Passthrough,
-        upstreams: Upstreams,
-        namespaces: Namespaces,
-        refuses_unknown: Callable[[str], bool],
-    ) -> None:
-        """formats          by the name of the dialect
-        all_joined       every engine has named its model, so that a model which none has does not exist
-        refuses_unknown  whether unknown fields of a tenant's lines are refused
-        """
-        self._settings = settings
-        self._endpoints = endpoints
-        self._formats = formats
-        self._observer = observer
-        self._all_joined = all_joined
-        self._passthrough = passthrough
-        self._upstreams = upstreams
-        self._namespaces = namespaces
-        self._refuses_unknown = refuses_unknown
+    formats          by the name of the dialect
+    all_joined       every engine has named its model, so that a model which none has does not exist
+    refuses_unknown  whether unknown fields of a tenant's lines are refused
+    """
+
+    settings: BatchSettings
+    endpoints: Mapping[str, Endpoint]
+    formats: Mapping[str, RowFormat]
+    observer: Observer
+    all_joined: Callable[[], bool]
+    passthrough: Passthrough
+    upstreams: Upstreams
+    namespaces: Namespaces
+    refuses_unknown: Callable[[str], bool]
 
     def check(self, job: Job, rows: BinaryIO) -> Checked:
-        return self._formats[job.dialect].check(job, rows)
+        return self.formats[job.dialect].check(job, rows)
 
     async def plan(self, job: Job, row: bytes) -> LinePlan | None:
         line = self._line(job, *await _loaded(row), "", len(row))
@@ -205,32 +197,26 @@ class BatchRunner:
     async def run(self, job: Job, row: bytes, request_id: str) -> LineResult:
         value, work = await _loaded(row)
         answered = await self.answer(self._line(job, value, work, request_id, len(row)))
-        body = self._formats[job.dialect].answered(value, request_id, answered)
+        body = self.formats[job.dialect].answered(value, request_id, answered)
         return LineResult(answered.status == OK, body, answered.usage, answered.retry, answered.retry_after_s)
 
     def unrun(self, job: Job, row: bytes, why: Unrun) -> bytes:
-        return self._formats[job.dialect].unrun(orjson.loads(row) if row else {}, why)
+        return self.formats[job.dialect].unrun(orjson.loads(row) if row else {}, why)
 
     async def answer(self, line: LineRequest) -> Answered:
         """Never raises but when it is cancelled."""
         record = self._record(line)
-        with noted(self._observer, record):
+        with noted(self.observer, record):
             try:
                 with no_panic():
                     return await self._answer(line, record)
-            except asyncio.CancelledError:
-                record.status = CLIENT_LEFT
-                raise
-            except KvasirError as error:
-                return self._refused(error, record)
-            except Exception:
-                log.exception("line %s failed", record.request_id)
-                return self._refused(KvasirError("The server had an error while processing your request."), record)
+            except Exception as error:
+                return self._refused(known_error(error, record), record)
 
     async def find_beginning(self, line: LineRequest) -> Beginning | None:
         """The beginning of a line's prompt. None for a line without a prompt, or with an error that its answer will
         tell. Raises OverloadedError when its engines are away."""
-        call = self._endpoints[line.endpoint].call
+        call = self.endpoints[line.endpoint].call
         if call is None:
             return None
         try:
@@ -239,7 +225,7 @@ class BatchRunner:
             record = self._record(line)
             with no_panic(), collected(record.ignored):
                 generation = await call(record, line.tenant, line.body)
-                key = self._namespaces.separating_key(line.tenant, generation.cache_key)
+                key = self.namespaces.separating_key(line.tenant, generation.cache_key)
                 return await off_loop(record.work, lambda: beginning_of_call(generation, key))
         except KvasirError as error:
             if isinstance(error, OverloadedError) or self._may_join(error):
@@ -255,7 +241,7 @@ class BatchRunner:
             if line.body.get(name):
                 raise BadRequestError(f"A line of a batch has no `{name}`.", param=name, code="unsupported_parameter")
         if not self._goes_on(line):
-            body = await self._endpoints[line.endpoint].answer(record, line.tenant, line.body)
+            body = await self.endpoints[line.endpoint].answer(record, line.tenant, line.body)
             record.status = OK
             return Answered(OK, body, _usage(record))
         return await self._pass(line, record)
@@ -263,9 +249,9 @@ class BatchRunner:
     async def _pass(self, line: LineRequest, record: Record) -> Answered:
         """The answer of an upstream, as it wrote it but on one line. Raises KvasirError when no upstream answered, or
         none with JSON."""
-        endpoint, timeout_s = self._endpoints[line.endpoint], self._settings.line_timeout_s
+        endpoint, timeout_s = self.endpoints[line.endpoint], self.settings.line_timeout_s
         body = await off_loop(record.work, lambda: orjson.dumps(line.body))
-        request = self._passthrough.request(
+        request = self.passthrough.request(
             record,
             line.tenant,
             line.body,
@@ -281,9 +267,9 @@ class BatchRunner:
         record.traces = [request.trace]
         request.trace.by_upstream = True  # also where its cached answer is given again: it is paid as upstreams are
         try:
-            async with asyncio.timeout(timeout_s), self._upstreams.answer(request) as answer:
+            async with asyncio.timeout(timeout_s), self.upstreams.answer(request) as answer:
                 record.model = answer.label
-                row = await _read(answer, self._settings.max_answer_bytes)
+                row = await _read(answer, self.settings.max_answer_bytes)
         except TimeoutError:
             raise DeadlineError("The answer took longer than a line may (batches.line_timeout_s).") from None
         record.status = answer.status
@@ -294,11 +280,11 @@ class BatchRunner:
     def _goes_on(self, line: LineRequest) -> bool:
         """Whether a line goes to an upstream."""
         model = line.body.get("model")
-        return type(model) is str and self._passthrough.serves(model, line.tenant)
+        return type(model) is str and self.passthrough.serves(model, line.tenant)
 
     def _may_join(self, error: KvasirError) -> bool:
         """Whether the model that was not found may still be that of an engine."""
-        return isinstance(error, ModelNotFoundError) and not self._all_joined()
+        return isinstance(error, ModelNotFoundError) and not self.all_joined()
 
     def _refused(self, error: KvasirError, record: Record) -> Answered:
         failed(record, error)
@@ -308,7 +294,7 @@ class BatchRunner:
         return Answered(record.status, body, Usage(0, 0), retry, after_s)
 
     def _line(self, job: Job, row: Row, work: int, request_id: str, num_bytes: int) -> LineRequest:
-        rows = self._formats[job.dialect]
+        rows = self.formats[job.dialect]
         endpoint, body = rows.request(job, row)
         tenant, headers = Tenant(job.tenant), rows.headers(job)
         return LineRequest(endpoint, tenant, body, job.namespace or "", request_id, headers, num_bytes, work)
@@ -318,12 +304,12 @@ class BatchRunner:
             request_id=line.request_id,
             endpoint=f"{line.endpoint} (batch)",
             received_s=time.monotonic(),
-            dialect=self._endpoints[line.endpoint].dialect,
+            dialect=self.endpoints[line.endpoint].dialect,
             tenant=line.tenant.name,
             namespace=line.namespace,
             lane="batch",
             body_bytes=line.num_bytes,
-            ignored=IgnoredFields(self._refuses_unknown(line.tenant.name)),
+            ignored=IgnoredFields(self.refuses_unknown(line.tenant.name)),
             work=line.work,
         )
 
@@ -334,8 +320,8 @@ async def _loaded(row: bytes) -> tuple[Row, int]:
 
 
 def _usage(record: Record) -> Usage:
-    reported = sum(trace.reported_cached_tokens for trace in record.traces)
-    return Usage(record.prompt_tokens + record.embedded_tokens, record.completion_tokens, reported)
+    trace = record.trace
+    return Usage(trace.prompt_tokens + record.embedded_tokens, trace.completion_tokens, trace.reported_cached_tokens)
 
 
 # -- retries ----------------------------------------------------------------------------------------------------------

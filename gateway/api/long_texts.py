@@ -29,7 +29,7 @@ _WIDE: Final = re.compile(rb"\\u(?!00)")
 _ASTRAL: Final = re.compile(rb"\\u[dD][89abAB]")
 _MANY: Final = 1024
 """Characters beside which what a str object itself takes does not count."""
-_BELOW_ASTRAL, _BELOW_WIDE = bytes(range(0xF0)), bytes(range(0xC4))
+_BELOW_ASTRAL = bytes(range(0xF0))
 
 
 class LongTexts(NamedTuple):
@@ -95,18 +95,13 @@ def _good_cut(body: bytes, at: int, after: int) -> int:
 
 
 def _width(part: bytes) -> int:
-    """Bytes that Python needs for each character of a text that has all of these, or more."""
-    if b"\\" in part and _WIDE.search(part):  # to find one byte takes a hundredth of the time that two take
-        return 4 if _ASTRAL.search(part) else max(2, _width_of_utf8(part))
-    return _width_of_utf8(part)
-
-
-def _width_of_utf8(part: bytes) -> int:
-    if part.isascii():
-        return 1
-    if part.translate(None, _BELOW_ASTRAL):
+    """Bytes that Python needs for each character of a text with these bytes, or more."""
+    escapes = b"\\" in part  # to find one byte takes a hundredth of the time that two take
+    if escapes and _ASTRAL.search(part):
         return 4
-    return 2 if part.translate(None, _BELOW_WIDE) else 1
+    if part.isascii():
+        return 2 if escapes and _WIDE.search(part) else 1
+    return 4 if part.translate(None, _BELOW_ASTRAL) else 2
 
 
 def _width_of_text(text: str) -> int:

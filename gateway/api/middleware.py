@@ -37,18 +37,17 @@ from gateway.api.record import (
     elapsed_ms,
     failed,
     is_final,
+    known_error,
 )
 from gateway.api.replies import new_id
 from gateway.api.unknown_fields import collected
 from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 from gateway.logs import Fields, later
 from gateway.native import no_panic
-from gateway.types import Trace
 
 DIALECTS: tuple[Dialect, ...] = (ANTHROPIC, GEMINI, OPENAI)
 """The first that a request speaks; the last takes all that are left."""
 
-log = logging.getLogger(__name__)
 access_log = logging.getLogger("kvasir.access")
 
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
@@ -86,42 +85,34 @@ def observed(observer: Observer, cors: Cors) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = _record(request)
         record.cors = cors.headers(request)
-        observer.started(record)
-        try:
-            with collected(record.ignored):
-                response = cors.preflight(request) or await _answered(request, handler, record)
+        with noted(observer, record):
+            response = cors.preflight(request) or await _answered(request, handler, record)
             record.status = record.status or response.status
             if not response.prepared:
                 response.headers.update(common_headers(record))
             return response
-        except asyncio.CancelledError:
-            record.status = CLIENT_LEFT
-            raise
-        finally:
-            _finish(observer, record)
 
     return middleware
 
 
 @contextmanager
 def noted(observer: Observer, record: Record) -> Iterator[None]:
-    """Around what is done for one record: it is counted, and has its line in the log, however it ends."""
+    """Around the work for one record: it is counted, and has its line in the log, however it ends."""
     observer.started(record)
     try:
         with collected(record.ignored):
             yield
+    except asyncio.CancelledError:
+        record.status = CLIENT_LEFT
+        raise
     finally:
-        _finish(observer, record)
-
-
-def _finish(observer: Observer, record: Record) -> None:
-    if record.body is not None:
-        record.body.release()
-    record.total_ms = elapsed_ms(record)
-    if record.hold is not None:
-        record.hold.settle(record.usage)
-    observer.finished(record)
-    _log(record)
+        if record.body is not None:
+            record.body.release()
+        record.total_ms = elapsed_ms(record)
+        if record.hold is not None:
+            record.hold.settle(record.usage)
+        observer.finished(record)
+        _log(record)
 
 
 async def _answered(http: web.Request, handler: Handler, record: Record) -> web.StreamResponse:
@@ -134,8 +125,6 @@ async def _answered(http: web.Request, handler: Handler, record: Record) -> web.
     try:
         with no_panic():
             return await handler(http)
-    except KvasirError as error:
-        return _refuse(error, record)
     except web.HTTPNotFound:
         return _refuse(await unknown_url(http), record)
     except web.HTTPMethodNotAllowed as error:
@@ -152,15 +141,14 @@ async def _answered(http: web.Request, handler: Handler, record: Record) -> web.
         return _refuse(refused, record)
     except ConnectionResetError:
         return web.Response(status=CLIENT_LEFT)
-    except Exception:
-        log.exception("request %s failed", record.request_id)
-        return _refuse(KvasirError("The server had an error while processing your request."), record)
+    except Exception as error:
+        return _refuse(known_error(error, record), record)
 
 
 def _refuse(error: KvasirError, record: Record, headers: Mapping[str, str] | None = None) -> web.Response:
     failed(record, error)
     body = orjson.dumps(record.dialect.error_json(error, record.request_id))
-    every = {**retry_headers(error), **cache_headers(record), **(headers or {})}
+    every = {**retry_headers(error), **cache_headers(record.trace.lookup), **(headers or {})}
     return web.Response(status=record.status, body=body, content_type=JSON, headers=every)
 
 
@@ -189,30 +177,29 @@ def _log(record: Record) -> None:
 
 def _fields(record: Record) -> Fields:
     """Of the request's line."""
-    # What one trace says is what the record would say of it, in a third of the time.
-    source: Record | Trace = record.traces[0] if len(record.traces) == 1 else record
-    lease, lookup = source.lease, source.lookup
+    trace = record.trace
+    lease, lookup = trace.lease, trace.lookup
     return Fields(
         request_id=record.request_id,
         tenant=record.tenant,
         endpoint=record.endpoint,
         model=record.model,
-        engine=source.engine,
+        engine=trace.engine,
         lane=record.lane if record.traces else "",
         stream=int(record.stream),
-        prompt_tokens=source.prompt_tokens,
-        cached_tokens=source.cached_tokens,
+        prompt_tokens=trace.prompt_tokens,
+        cached_tokens=trace.cached_tokens,
         lease=lease and lease.state,
-        lease_read_tokens=source.lease_read_tokens,
-        lease_write_tokens=source.lease_write_tokens,
-        completion_tokens=source.completion_tokens,
-        queue_ms=round(source.queue_ms, 1),
-        overhead_ms=round(source.overhead_ms, 2),
+        lease_read_tokens=trace.lease_read_tokens,
+        lease_write_tokens=trace.lease_write_tokens,
+        completion_tokens=trace.completion_tokens,
+        queue_ms=round(trace.queue_ms, 1),
+        overhead_ms=round(trace.overhead_ms, 2),
         hit=lookup and lookup.outcome,
         embedded_tokens=record.embedded_tokens,
-        first_token_ms=round(source.first_token_ms or 0.0, 1),
+        first_token_ms=round(trace.first_token_ms or 0.0, 1),
         total_ms=round(record.total_ms, 1),
-        retries=sum(trace.retries for trace in record.traces),
+        retries=trace.retries,
         status=record.status,
         error=record.error,
     )

@@ -8,10 +8,10 @@ behind `Upstreams`.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 from urllib.parse import unquote_plus
@@ -23,20 +23,28 @@ from gateway.api.body import RAW
 from gateway.api.cache_control import check_cache, from_body, stricter
 from gateway.api.dialect import SSE
 from gateway.api.openai.responses.store import ResponseStore
-from gateway.api.record import CLIENT_LEFT, RECORD, REQUEST_ID, Record, common_headers, failed, kvasir_headers
+from gateway.api.record import (
+    CLIENT_LEFT,
+    RECORD,
+    REQUEST_ID,
+    Record,
+    common_headers,
+    failed,
+    known_error,
+    kvasir_headers,
+)
 from gateway.api.replies import data, event
 from gateway.api.resend import Rendered, find_keeper
 from gateway.api.stream import LAST_WRITE_S
-from gateway.api.tenants import BYTES_PER_TOKEN, ONLY_COUNTED, Limits, Namespaces, set_aside
+from gateway.api.tenants import BYTES_PER_TOKEN, ONLY_COUNTED, Namespaces, set_aside
 from gateway.api.tiers import find_tier
 from gateway.config import ServerSettings
 from gateway.errors import KvasirError, UpstreamLostError, UpstreamTimeoutError
+from gateway.limits.limits import TenantLimits
 from gateway.native import no_panic
 from gateway.stages import Registry
 from gateway.tasks import off_loop
 from gateway.types import PLAIN_REUSE, Need, Tenant, UpstreamAnswer, UpstreamRequest
-
-log = logging.getLogger(__name__)
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -82,40 +90,31 @@ class Upstreams(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Passthrough:
     """Answers from upstreams. `embedding_models` are those of our own embedder; `responses` knows which upstream made
     what for a tenant."""
 
-    def __init__(
-        self,
-        server: ServerSettings,
-        upstreams: Upstreams,
-        models: Registry,
-        embedding_models: Mapping[str, int],
-        limits: Limits,
-        namespaces: Namespaces,
-        responses: ResponseStore,
-    ) -> None:
-        self._limits = limits
-        self._responses = responses
-        self._namespaces = namespaces
-        self._server = server
-        self._upstreams = upstreams
-        self._models = models
-        self._embedding_models = embedding_models
+    server: ServerSettings
+    upstreams: Upstreams
+    registry: Registry
+    embedding_models: Mapping[str, int]
+    limits: TenantLimits
+    namespaces: Namespaces
+    responses: ResponseStore
 
     def models(self, record: Record) -> dict[str, int]:
         """Every model that can be named in the record's dialect -> Unix second. Our own come first."""
-        ours = self._models.models()
-        theirs = self._upstreams.models(record.dialect.name, record.tenant or "")
+        ours = self.registry.models()
+        theirs = self.upstreams.models(record.dialect.name, record.tenant or "")
         return {**ours, **{name: since for name, since in theirs.items() if name not in ours}}
 
     def serves(self, model: str, tenant: Tenant) -> bool:
         """Whether a request of the tenant for this model goes to an upstream."""
-        if not self._upstreams.serves(model, tenant.name, ours=False):
+        if not self.upstreams.serves(model, tenant.name, ours=False):
             return False  # and what our engines serve is not looked up
-        ours = model in self._models.models() or model in self._embedding_models
-        return not ours or self._upstreams.serves(model, tenant.name, ours=True)
+        ours = model in self.registry.models() or model in self.embedding_models
+        return not ours or self.upstreams.serves(model, tenant.name, ours=True)
 
     async def kept(self, http: web.Request, tenant: Tenant, upstream: str, path: str) -> web.StreamResponse:
         """The upstream's answer about a response that it keeps. Raises only while nothing was sent."""
@@ -124,7 +123,7 @@ class Passthrough:
             record,
             tenant,
             {},
-            timeout_s=self._server.request_timeout_s,
+            timeout_s=self.server.request_timeout_s,
             keeps=http.method == "GET",
             dialect=record.dialect.name,
             model="",
@@ -136,9 +135,9 @@ class Passthrough:
             method="GET" if http.method == "HEAD" else http.method,
             only=upstream,
         )
-        await set_aside(self._limits, record, lambda: ONLY_COUNTED)
+        await set_aside(self.limits, record, lambda: ONLY_COUNTED)
         record.traces = [request.trace]
-        async with self._upstreams.answer(request) as answer:
+        async with self.upstreams.answer(request) as answer:
             return await _pass_back(http, answer, request.deadline_s)
 
     async def answer(
@@ -166,7 +165,7 @@ class Passthrough:
             record,
             tenant,
             values,
-            timeout_s=self._server.request_timeout_s,
+            timeout_s=self.server.request_timeout_s,
             keeps=may_keep(record.endpoint, values),
             dialect=dialect,
             model=model,
@@ -180,9 +179,9 @@ class Passthrough:
         )
         request = await off_loop(record.work, build)
         need = need_of(request)
-        await set_aside(self._limits, record, lambda: need)
+        await set_aside(self.limits, record, lambda: need)
         record.traces = [request.trace]
-        async with self._upstreams.answer(request) as answer:
+        async with self.upstreams.answer(request) as answer:
             record.model = answer.label
             keep = find_keeper(http)
             chunks: list[bytes] | None = None if keep is None else []
@@ -217,9 +216,9 @@ class Passthrough:
             deadline_s=record.received_s + timeout_s,
             reuse=stricter(record.reuse, reuse),
             lane=record.lane,
-            scope=self._namespaces.scope(record.namespace, tenant),
-            made=partial(self._responses.remember_upstream, tenant.name) if keeps else None,
-            maker=partial(self._responses.find_upstream, tenant.name),
+            scope=self.namespaces.scope(record.namespace, tenant),
+            made=partial(self.responses.remember_upstream, tenant.name) if keeps else None,
+            maker=partial(self.responses.find_upstream, tenant.name),
             work=record.work,
             **more,
         )
@@ -249,17 +248,9 @@ async def _pass_back(
         if not response.prepared:
             raise
         late = isinstance(error, TimeoutError) and scope.expired()
-        shown = UpstreamTimeoutError("The client read too slowly.") if late else _known(error, record)
+        shown = UpstreamTimeoutError("The client read too slowly.") if late else known_error(error, record)
         await _cut(http, record, response, shown)
     return response
-
-
-def _known(error: Exception, record: Record) -> KvasirError:
-    """As one that clients may see."""
-    if isinstance(error, KvasirError):
-        return error
-    log.error("request %s failed in the middle of its answer", record.request_id, exc_info=error)
-    return KvasirError("The server had an error while processing your request.")
 
 
 async def _cut(http: web.Request, record: Record, response: web.StreamResponse, error: KvasirError) -> None:

@@ -12,6 +12,7 @@ What is left is the handler's: parse and answer. It finds the tenant under TENAN
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -23,30 +24,22 @@ from gateway.api.middleware import DIALECTS, dialect_of
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import ADMIN_KEY, BODY, RECORD, TENANT
 from gateway.api.resend import ResendCache
-from gateway.api.tenants import NAMESPACE_HEADER, Auth, Limits
+from gateway.api.tenants import NAMESPACE_HEADER, Auth
 from gateway.config import ServerSettings
+from gateway.limits.limits import TenantLimits
 from gateway.types import Allowance, Tenant
 
 
+@dataclass(frozen=True, slots=True)
 class Prologue:
-    """Holds what the steps need."""
+    """The steps. `refuses_unknown`: whether unknown fields of a tenant's requests are refused."""
 
-    def __init__(
-        self,
-        server: ServerSettings,
-        auth: Auth,
-        limits: Limits,
-        resends: ResendCache,
-        passthrough: Passthrough,
-        refuses_unknown: Callable[[str], bool],
-    ) -> None:
-        """`refuses_unknown`: whether unknown fields of a tenant's requests are refused."""
-        self._server = server
-        self._auth = auth
-        self._limits = limits
-        self._resends = resends
-        self._passthrough = passthrough
-        self._refuses_unknown = refuses_unknown
+    server: ServerSettings
+    auth: Auth
+    limits: TenantLimits
+    resends: ResendCache
+    passthrough: Passthrough
+    refuses_unknown: Callable[[str], bool]
 
     def handlers(self, routes: Mapping[str, Iterable[Route]]) -> dict[tuple[str, str], Handler]:
         """Method and path -> handler, of the routes of all dialects, by name. What several of them have goes to the one
@@ -67,22 +60,22 @@ class Prologue:
                 return await route.handler(http)
             # 1. Admit.
             if route.key == "admin":
-                http[ADMIN_KEY] = self._auth.check_admin(http)
+                http[ADMIN_KEY] = self.auth.check_admin(http)
             elif route.key == "tenant":
                 tenant = self.admit(http)
                 # 2. Resend.
                 if resends:
-                    sent = await read_raw(http, self._server)
-                    if (known := await self._resends.answer(http, tenant, sent)) is not None:
+                    sent = await read_raw(http, self.server)
+                    if (known := await self.resends.answer(http, tenant, sent)) is not None:
                         return known
             # 3. Read.
             if reads:
-                body = http[BODY] = await read_json(http, self._server)
+                body = http[BODY] = await read_json(http, self.server)
                 # 4. Pass through.
                 if passes is not None:
                     model = model_name(http.match_info["model"]) if "model" in http.match_info else body.get("model")
                     metered = passes == "metered"
-                    passing = self._passthrough.answer(http, tenant, dialect, model, body, metered=metered)
+                    passing = self.passthrough.answer(http, tenant, dialect, model, body, metered=metered)
                     if (answer := await passing) is not None:
                         return answer
             # 5. Check.
@@ -95,11 +88,11 @@ class Prologue:
     def admit(self, http: web.Request) -> Tenant:
         """Whose request this is. Raises UnauthorizedError, ForbiddenError for an admin key, and BadRequestError for a
         header that makes no sense."""
-        tenant = http[TENANT] = self._auth.tenant(http)
+        tenant = http[TENANT] = self.auth.tenant(http)
         record = http[RECORD]
         record.tenant = tenant.name
-        record.ignored.refuse = self._refuses_unknown(tenant.name)
-        if rooms := self._limits.rooms(tenant.name):
+        record.ignored.refuse = self.refuses_unknown(tenant.name)
+        if rooms := self.limits.rooms(tenant.name):
             record.allowance = Allowance(**rooms)
         record.reuse = from_headers(http.headers)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()

@@ -4,9 +4,10 @@ line and admin/metrics.py read it. Holds no prompt text and no keys.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +19,10 @@ from gateway.api.dialect import Dialect
 from gateway.api.unknown_fields import HEADER as IGNORED_FIELDS
 from gateway.api.unknown_fields import IgnoredFields
 from gateway.errors import KvasirError
-from gateway.types import PLAIN_REUSE, Allowance, Lease, Lookup, Reuse, Tenant, Tier, Trace, Usage
+from gateway.limits.limits import Hold
+from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage
+
+log = logging.getLogger(__name__)
 
 _SAYS = {"miss": 0, "bypass": 1, "semantic": 2, "shared": 3, "exact": 4}
 
@@ -30,15 +34,6 @@ REQUEST_ID = "x-kvasir-request-id"
 OVERHEAD_MS = "x-kvasir-overhead-ms"
 
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
-
-
-class Hold(Protocol):
-    """What was set aside of a tenant's limits for one request."""
-
-    def settle(self, usage: Usage | None) -> None:
-        """It is over, and used this much; None: what was set aside, because nobody knows. Waits for nothing, never
-        raises, and does nothing but once."""
-        ...
 
 
 @dataclass(slots=True)
@@ -71,46 +66,14 @@ class Record:
     total_ms: float = 0.0
 
     @property
-    def engine(self) -> str | None:
-        return ",".join(dict.fromkeys(trace.engine for trace in self.traces if trace.engine)) or None
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(trace.prompt_tokens for trace in self.traces)
-
-    @property
-    def cached_tokens(self) -> int:
-        return sum(trace.cached_tokens for trace in self.traces)
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(trace.completion_tokens for trace in self.traces)
-
-    @property
-    def lease(self) -> Lease | None:
-        """Of a request with breakpoints, which has one prompt."""
-        return next((trace.lease for trace in self.traces if trace.lease is not None), None)
-
-    @property
-    def lookup(self) -> Lookup | None:
-        """What the response cache had for it. Of several answers the one that says least: a miss is one, if any is."""
-        if len(self.traces) == 1:
-            return self.traces[0].lookup
-        found = [trace.lookup for trace in self.traces if trace.lookup is not None]
-        return min(found, key=lambda lookup: (_SAYS[lookup.outcome], -lookup.age_s), default=None)
-
-    @property
-    def lease_read_tokens(self) -> int:
-        return sum(trace.lease_read_tokens for trace in self.traces)
-
-    @property
-    def lease_write_tokens(self) -> int:
-        return sum(trace.lease_write_tokens for trace in self.traces)
+    def trace(self) -> Trace:
+        """What happened to all its prompts together."""
+        return self.traces[0] if len(self.traces) == 1 else _together(self.traces)
 
     @property
     def usage(self) -> Usage | None:
-        """What was computed for it, or begun to be; an answer that was remembered was not. None where an upstream has
-        not told it."""
+        """What was computed for it, or begun to be; a remembered answer was not. None where an upstream has not told
+        it."""
         if any(trace.untold for trace in self.traces):
             return None
         begun = [trace for trace in self.traces if trace.engine is not None and trace.hit is None]
@@ -120,17 +83,26 @@ class Record:
             sum(trace.cached_tokens for trace in begun),
         )
 
-    @property
-    def queue_ms(self) -> float:
-        return max((trace.queue_ms for trace in self.traces), default=0.0)
 
-    @property
-    def overhead_ms(self) -> float:
-        return max((trace.overhead_ms for trace in self.traces), default=0.0)
-
-    @property
-    def first_token_ms(self) -> float | None:
-        return min((trace.first_token_ms for trace in self.traces if trace.first_token_ms is not None), default=None)
+def _together(traces: Sequence[Trace]) -> Trace:
+    """Of several answers the lookup that says least counts: a miss, if any is one."""
+    lookups = [trace.lookup for trace in traces if trace.lookup is not None]
+    first_tokens = [trace.first_token_ms for trace in traces if trace.first_token_ms is not None]
+    return Trace(
+        engine=",".join(dict.fromkeys(trace.engine for trace in traces if trace.engine)) or None,
+        prompt_tokens=sum(trace.prompt_tokens for trace in traces),
+        cached_tokens=sum(trace.cached_tokens for trace in traces),
+        lease_read_tokens=sum(trace.lease_read_tokens for trace in traces),
+        lease_write_tokens=sum(trace.lease_write_tokens for trace in traces),
+        lease=next((trace.lease for trace in traces if trace.lease is not None), None),
+        completion_tokens=sum(trace.completion_tokens for trace in traces),
+        reported_cached_tokens=sum(trace.reported_cached_tokens for trace in traces),
+        retries=sum(trace.retries for trace in traces),
+        overhead_ms=max((trace.overhead_ms for trace in traces), default=0.0),
+        queue_ms=max((trace.queue_ms for trace in traces), default=0.0),
+        first_token_ms=min(first_tokens, default=None),
+        lookup=min(lookups, key=lambda lookup: (_SAYS[lookup.outcome], -lookup.age_s), default=None),
+    )
 
 
 RECORD: web.RequestKey[Record] = web.RequestKey("record", Record)
@@ -176,6 +148,14 @@ def failed(record: Record, error: KvasirError) -> None:
         record.error += f":{error.param}"
 
 
+def known_error(error: Exception, record: Record) -> KvasirError:
+    """The error as clients may see it: one that is not ours is logged and hidden."""
+    if isinstance(error, KvasirError):
+        return error
+    log.error("request %s failed", record.request_id, exc_info=error)
+    return KvasirError("The server had an error while processing your request.")
+
+
 def is_final(record: Record) -> bool:
     """Whether one that is over may be counted and written down later: nothing of it changes any more, and it holds
     nothing large. What is generated for one that has left goes on in its trace, and what may be given again is held by
@@ -203,21 +183,22 @@ def common_headers(record: Record) -> dict[str, str]:
 
 def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:
     """What the gateway did for this answer. `cached` False leaves out the cached tokens, when they are not final."""
-    headers = {OVERHEAD_MS: f"{record.overhead_ms:.2f}"}
-    if engine := record.engine:
-        headers["x-kvasir-engine"] = engine
+    trace = record.trace
+    headers = {OVERHEAD_MS: f"{trace.overhead_ms:.2f}"}
+    if trace.engine:
+        headers["x-kvasir-engine"] = trace.engine
     if cached:
-        headers["x-kvasir-cached-tokens"] = str(record.cached_tokens)
-    if lease := record.lease:
+        headers["x-kvasir-cached-tokens"] = str(trace.cached_tokens)
+    if lease := trace.lease:
         kept = lease.kept
         headers["x-kvasir-lease"] = f"kept; tokens={kept.tokens}; ttl={kept.ttl_s:g}" if kept else "degraded"
-    return headers | cache_headers(record)
+    return headers | cache_headers(trace.lookup)
 
 
-def cache_headers(record: Record) -> dict[str, str]:
-    """What the response cache had for it; nothing where it was not asked. An answer that was generated for somebody
-    else at the same time is an exact one, and new."""
-    if (lookup := record.lookup) is None:
+def cache_headers(lookup: Lookup | None) -> dict[str, str]:
+    """What the response cache had for a request. An answer generated for another request at the same time is an exact
+    one, and new."""
+    if lookup is None:
         return {}
     outcome = "exact" if lookup.outcome == "shared" else lookup.outcome
     headers = {"x-kvasir-cache": f"{outcome}; reason={lookup.reason}" if lookup.reason else outcome}

@@ -1,21 +1,25 @@
-"""Resend: a request that came before, byte for byte, gets what was written for it then, without being parsed, hashed
-or written again.
+"""The resend path: a request that came before, byte for byte, gets the answer that was written for it then, without
+being parsed or hashed again.
 
 It decides nothing. The request's tenant, its limits, and whether the response cache would give this very answer now are
-checked each time; where anything has changed, the request goes through the pipeline. It is in no metric, line of the
-log or header: it is a hit like any other, and the middleware counts it.
+checked each time; where anything has changed, the request goes through the pipeline. Such a request is in no metric,
+log line or header of its own: it is a hit like any other.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from email.utils import formatdate
+from functools import lru_cache, partial
 from typing import Final, NamedTuple
 
 import xxhash
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import SERVER_SOFTWARE, HttpVersion11
 from multidict import CIMultiDict
 
 from engine.protocol import Hello
@@ -30,15 +34,15 @@ from gateway.api.record import (
     kvasir_headers,
 )
 from gateway.api.replies import Stamp
-from gateway.api.sent import header_lines, send
-from gateway.api.tenants import Limits, set_aside
+from gateway.api.tenants import set_aside
 from gateway.errors import KvasirError
+from gateway.limits.limits import TenantLimits
 from gateway.stages import Registry
 from gateway.tasks import off_loop, work_of
 from gateway.types import Lookup, Need, Tenant, Trace
 
 OVERHEAD_BYTES: Final = 2048
-"""What an answer costs besides its bytes: objects, headers, and its place in the order."""
+"""Of an entry, besides its bytes: objects, headers, its place in the order."""
 
 UNHEEDED: Final = frozenset(
     b"""
@@ -47,19 +51,18 @@ UNHEEDED: Final = frozenset(
     x-stainless-read-timeout x-stainless-timeout
     """.split()
 )
-"""Headers that change no answer and are often another with each request; the tenant stands for its keys. What is not
-known counts."""
+"""Headers that change no answer and often differ between requests; the tenant stands for its keys. All others count."""
 
 _FIRST_TRY: Final = (RETRY_HEADER.encode(), b"0")
 """Of an SDK that counts. A retry gets a new answer, and has a key of its own."""
 
+_OWN: Final = frozenset(("connection", "content-length", "date", "server", "transfer-encoding"))
+"""Headers that `send` writes."""
 
-class _Key(NamedTuple):
-    """`rest` is a digest of URL and headers, in which there may be keys; `body` one that says where to look."""
+_SERVER: Final = f"\r\nServer: {SERVER_SOFTWARE}\r\n\r\n"
 
-    tenant: str
-    rest: bytes
-    body: bytes
+_Key = tuple[str, bytes, bytes]
+"""Tenant, digest of URL and headers (which may hold keys), digest of the body that says where to look."""
 
 
 class Rendered(NamedTuple):
@@ -68,7 +71,7 @@ class Rendered(NamedTuple):
     model    as the client names it
     hello    of the engines that serve it; None: it is an upstream's
     need     of the tenant's limits
-    headers  of the answer alone, without what its record says
+    headers  of the answer alone, without those of its record
     body     all its bytes
     stamp    those of them that are new in each answer; None: there are none
     """
@@ -81,7 +84,7 @@ class Rendered(NamedTuple):
     stamp: Stamp | None = None
 
 
-class _Known(NamedTuple):
+class _Entry(NamedTuple):
     """An answer to be sent again.
 
     sent    the request's body, to be compared
@@ -98,38 +101,40 @@ class _Known(NamedTuple):
     num_bytes: int
 
 
-_SEEN: web.RequestKey[partial[None]] = web.RequestKey("seen", partial)
-"""Keeps the answer to a request that the resend cache could not answer."""
+_KEEP: web.RequestKey[partial[None]] = web.RequestKey("keep", partial)
+"""Keeps the answer to a request without an entry."""
 
 
 def find_keeper(http: web.Request) -> Callable[[Rendered], None] | None:
-    """What keeps the answer of a request, to be called once all of it is sent. None for one that may not be sent again:
-    it is not one answer which the response cache had in memory."""
+    """A function that keeps the answer of a request, to be called once all of it is sent. None for one that may not be
+    sent again: it is not one answer which the response cache had in memory."""
     traces = http[RECORD].traces
-    return http.get(_SEEN) if len(traces) == 1 and traces[0].repeat is not None else None
+    return http.get(_KEEP) if len(traces) == 1 and traces[0].repeat is not None else None
 
 
 class ResendCache:
-    """Known answers, within bytes, those used last. `max_bytes` 0 is none at all."""
+    """The latest answers, within bytes. `max_bytes` 0 is none at all."""
 
-    def __init__(self, max_bytes: int, models: Registry, serves: Callable[[str, Tenant], bool], limits: Limits) -> None:
+    def __init__(
+        self, max_bytes: int, models: Registry, serves: Callable[[str, Tenant], bool], limits: TenantLimits
+    ) -> None:
         """`serves` says whether a tenant's requests for a model go to an upstream."""
         self._max_bytes = max_bytes
         self._models = models
         self._serves = serves
         self._limits = limits
-        self._known: OrderedDict[_Key, _Known] = OrderedDict()  # used last at the end
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # used last at the end
         self._num_bytes = 0
 
     async def answer(self, http: web.Request, tenant: Tenant, body: bytes) -> web.StreamResponse | None:
-        """What it got the last time, sent, or None; then what it gets now may be kept (`find_keeper`). Raises
-        RateLimitError, and ConnectionResetError for a client that is gone."""
+        """The answer, sent, or None; then the next one may be kept (`find_keeper`). Raises RateLimitError, and
+        ConnectionResetError for a client that is gone."""
         if not self._max_bytes:
             return None
         key = await off_loop(work_of(len(body)), lambda: _key(http, tenant, body))
-        known, record, lookup = self._known.get(key), http[RECORD], None
-        if known is not None and known.sent == body and self._stands(known.rendered, tenant):
-            rendered, first, (trace,) = known.rendered, known.record, known.record.traces
+        entry, record, lookup = self._entries.get(key), http[RECORD], None
+        if entry is not None and entry.sent == body and self._stands(entry.rendered, tenant):
+            rendered, first, (trace,) = entry.rendered, entry.record, entry.record.traces
             record.tier = first.tier
             if rendered.hello is not None:
                 record.model = first.model
@@ -137,31 +142,34 @@ class ResendCache:
             lookup = None if trace.repeat is None else trace.repeat.again()
             if lookup is None:
                 self._drop(key)
-        if known is None or lookup is None:
-            http[_SEEN] = partial(self._keep, key, body, record)
+        if entry is None or lookup is None:
+            http[_KEEP] = partial(self._keep, key, body, record)
             return None
-        if key in self._known:
-            self._known.move_to_end(key)
+        if key in self._entries:
+            self._entries.move_to_end(key)
         record.model, record.stream, record.ignored = first.model, first.stream, first.ignored
         passed_ms = elapsed_ms(record)
         record.traces = [_again(trace, lookup, passed_ms)]
-        new = known.parts[0] if rendered.stamp is None else rendered.stamp.make().join(known.parts)
-        return await send(http, known.lines, _new_headers(record, rendered, lookup, passed_ms), new)
+        new = entry.parts[0] if rendered.stamp is None else rendered.stamp.make().join(entry.parts)
+        return await send(http, entry.lines, _new_headers(record, rendered, lookup, passed_ms), new)
 
     def _keep(self, key: _Key, sent: bytes, record: Record, rendered: Rendered) -> None:
-        """In place of what was known of this request."""
+        """In place of an older entry of this request."""
         self._drop(key)
         (trace,) = record.traces
         assert trace.repeat is not None
         parts = [rendered.body] if rendered.stamp is None else rendered.body.split(rendered.stamp.written)
-        lines = _same_headers(record, rendered)
+        headers = CIMultiDict({**rendered.headers, **kvasir_headers(record, cached=rendered.hello is not None)})
+        for name in _new_headers(record, rendered, Lookup("exact"), 0.0):
+            headers.popall(name, None)
+        lines = header_lines(headers)
         num_bytes = len(sent) + len(lines) + len(rendered.body) + 48 * len(parts) + trace.repeat.num_bytes
         num_bytes += OVERHEAD_BYTES
         if num_bytes > self._max_bytes or (rendered.stamp is not None and len(parts) < 2):
             return
         while self._num_bytes + num_bytes > self._max_bytes:
-            self._drop(next(iter(self._known)))
-        self._known[key] = _Known(sent, rendered._replace(body=b"", headers={}), record, lines, parts, num_bytes)
+            self._drop(next(iter(self._entries)))
+        self._entries[key] = _Entry(sent, rendered._replace(body=b"", headers={}), record, lines, parts, num_bytes)
         self._num_bytes += num_bytes
 
     def _stands(self, rendered: Rendered, tenant: Tenant) -> bool:
@@ -175,8 +183,8 @@ class ResendCache:
             return False
 
     def _drop(self, key: _Key) -> None:
-        if (known := self._known.pop(key, None)) is not None:
-            self._num_bytes -= known.num_bytes
+        if (entry := self._entries.pop(key, None)) is not None:
+            self._num_bytes -= entry.num_bytes
 
 
 def _key(http: web.Request, tenant: Tenant, body: bytes) -> _Key:
@@ -184,11 +192,11 @@ def _key(http: web.Request, tenant: Tenant, body: bytes) -> _Key:
     for name, value in http.raw_headers:
         if (lower := name.lower()) not in UNHEEDED and (lower, value) != _FIRST_TRY:
             heeded += (lower, value)  # neither can have a line end in it
-    return _Key(tenant.name, hashlib.sha256(b"\n".join(heeded)).digest(), xxhash.xxh3_128_digest(body))
+    return tenant.name, hashlib.sha256(b"\n".join(heeded)).digest(), xxhash.xxh3_128_digest(body)
 
 
 def _again(trace: Trace, lookup: Lookup, passed_ms: float) -> Trace:
-    """What the trace of a hit says, at another time. dataclasses.replace would take four times as long."""
+    """The trace of a hit, at another time. dataclasses.replace would take four times as long."""
     return Trace(
         hit=trace.hit,
         prompt_tokens=trace.prompt_tokens,
@@ -204,20 +212,72 @@ def _again(trace: Trace, lookup: Lookup, passed_ms: float) -> Trace:
     )
 
 
-def _same_headers(record: Record, rendered: Rendered) -> bytes:
-    """Those of an answer that will be what they are."""
-    passed_on = rendered.hello is None
-    headers = CIMultiDict({**rendered.headers, **kvasir_headers(record, cached=not passed_on)})
-    for name in _new_headers(record, rendered, Lookup("exact"), 0.0):
-        headers.popall(name, None)
-    return header_lines(headers)
-
-
 def _new_headers(record: Record, rendered: Rendered, lookup: Lookup, overhead_ms: float) -> dict[str, str]:
-    """The other ones."""
+    """Headers that differ each time."""
     headers = common_headers(record)
     headers[OVERHEAD_MS] = f"{overhead_ms:.2f}"
     headers["Age"] = str(int(lookup.age_s))
     if rendered.hello is None:
         headers[REQUEST_ID] = record.request_id
     return headers
+
+
+# -- writing all bytes at once ----------------------------------------------------------------------------------------
+
+
+class Sent(web.StreamResponse):
+    """For aiohttp: an answer that was sent already, without any of the dozen steps in which aiohttp prepares one."""
+
+    def __init__(self, *, keep_alive: bool) -> None:
+        super().__init__()
+        self._goes_on = keep_alive
+
+    @property
+    def keep_alive(self) -> bool:
+        return self._goes_on
+
+    @property
+    def prepared(self) -> bool:
+        return True
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """It is written."""
+
+
+_GOES_ON: Final = Sent(keep_alive=True)
+_ENDS: Final = Sent(keep_alive=False)
+
+
+async def send(http: web.Request, headers: bytes, more: Mapping[str, str], body: bytes) -> Sent:
+    """Writes the bytes that aiohttp would write for a 200, and returns when the client has room for more. Raises
+    ConnectionResetError when the client is gone.
+
+    headers  from `header_lines`, with the type of the content
+    more     other ones
+    """
+    goes_on = bool(http.keep_alive)
+    if http.version == HttpVersion11:
+        begin = b"HTTP/1.1 200 OK\r\n" if goes_on else b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
+    else:
+        begin = b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\n" if goes_on else b"HTTP/1.0 200 OK\r\n"
+    lines = [f"{name}: {value}\r\n" for name, value in more.items()]
+    lines.append(f"Content-Length: {len(body)}\r\nDate: {_date(int(time.time()))}{_SERVER}")
+    writer = http.writer
+    await writer.write(b"".join((begin, headers, "".join(lines).encode(), body)))
+    await writer.drain()
+    return _GOES_ON if goes_on else _ENDS
+
+
+def header_lines(headers: Mapping[str, str]) -> bytes:
+    """Ready to be sent, without those that `send` writes. Names and values have no line end in them."""
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items() if name.lower() not in _OWN]
+    return "".join(lines).encode("utf-8", "surrogateescape")
+
+
+@lru_cache(maxsize=2)
+def _date(now_s: int) -> str:
+    """Of a second since 1970, as HTTP writes it."""
+    return formatdate(now_s, usegmt=True)

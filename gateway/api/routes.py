@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from aiohttp import web
 
@@ -22,9 +23,11 @@ from gateway.api.answering import Answering
 from gateway.api.anthropic.files import file_routes as anthropic_files
 from gateway.api.anthropic.handlers import Anthropic
 from gateway.api.anthropic.message_batches import ROWS, MessageBatches
+from gateway.api.anthropic.replay import MessageReplay
 from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import MAX_DEPTH, expect_continue
+from gateway.api.descriptors import count_malformed
 from gateway.api.dialect import CHUNKED, UNLISTED, Route
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents
@@ -32,17 +35,19 @@ from gateway.api.gemini.content_store import ContentStore
 from gateway.api.gemini.embeddings import GeminiEmbeddings
 from gateway.api.gemini.files import GeminiFiles
 from gateway.api.gemini.handlers import Gemini
+from gateway.api.gemini.replay import GenerateReplay
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.lines import BatchRunner
-from gateway.api.malformed import MALFORMED
 from gateway.api.middleware import DIALECTS, Cors, observed
 from gateway.api.openai.batches.handlers import OpenAIBatches
 from gateway.api.openai.batches.rows import RowLimits, row_format
 from gateway.api.openai.embeddings import Embedder, Embeddings
 from gateway.api.openai.files import file_routes as openai_files
 from gateway.api.openai.handlers import OpenAI
+from gateway.api.openai.replay import ChatReplay, CompletionReplay, EmbeddingReplay
 from gateway.api.openai.responses.handlers import Responses
 from gateway.api.openai.responses.keeping import Background
+from gateway.api.openai.responses.replay import ResponseReplay
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN
@@ -50,21 +55,33 @@ from gateway.api.passthrough import Passthrough, Upstreams
 from gateway.api.prologue import Prologue
 from gateway.api.record import Observers
 from gateway.api.resend import ResendCache
-from gateway.api.tenants import Auth, Limits, Namespaces
+from gateway.api.tenants import Auth, Namespaces
 from gateway.api.unknown_fields import refusing
-from gateway.api.uploads import FileStore
 from gateway.config import ServerSettings, Settings
+from gateway.files.store import FileStore
+from gateway.limits.limits import TenantLimits
 from gateway.pipeline import Pipeline
 from gateway.queues.batch.store import BatchStore
 from gateway.responses.entries import Answers
 from gateway.stages import Prompts, Registry
 from gateway.storage.byte_store import ByteStore
+from gateway.types import Replay
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
 
 RUNNER: web.AppKey[BatchRunner] = web.AppKey("runner", BatchRunner)
 """Who runs the lines of batches, by the same stages."""
+
+REPLAYS: Final[Mapping[str, Replay]] = {
+    "/v1/chat/completions": ChatReplay(),
+    "/v1/completions": CompletionReplay(),
+    "/v1/embeddings": EmbeddingReplay(),
+    "/v1/responses": ResponseReplay(),
+    "/v1/messages": MessageReplay(),
+    ":generateContent": GenerateReplay(),
+}
+"""Routes of upstreams whose answers can be sent again in both forms; the last one in every version of its API."""
 
 
 def build_app(
@@ -81,7 +98,7 @@ def build_app(
     files: FileStore,
     jobs: BatchStore,
     now: Callable[[], float],
-    limits: Limits,
+    limits: TenantLimits,
     answers: Answers,
     engines: Callable[[], Sequence[Engine]],
     sources: Sources,
@@ -196,7 +213,7 @@ def routes(app: web.Application) -> list[tuple[str, str]]:
 def app_runner(app: web.Application, server: ServerSettings) -> web.AppRunner:
     """Runs `app` with what its handlers rely on: they are cancelled when the client leaves, and get bodies as sent."""
     log = logging.getLogger("gateway.http")
-    log.addFilter(MALFORMED)
+    log.addFilter(count_malformed)
     return web.AppRunner(
         app,
         logger=log,

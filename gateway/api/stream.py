@@ -1,7 +1,7 @@
-"""Consumes the pipeline, and nobody else does: whole answers, and answers as server-sent events.
+"""Consumes the pipeline: whole answers, and answers as server-sent events.
 
-Every answer is closed whichever way it is left (aclosing), which aborts the sequence in its engine: when the client
-hangs up, when writing fails, when another prompt of the same request fails, when the request took too long.
+Every answer is closed however it ends (aclosing), which aborts the sequence in its engine: when the client hangs up,
+when writing fails, when another prompt of the same request fails, when the request took too long.
 
 An SSE answer begins when its first token is there, or when its prompt is still being computed after
 server.first_byte_s: then its headers go out, and pings until that token, so that no proxy takes the connection for
@@ -12,40 +12,52 @@ the last event.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from aiohttp import web
 
-from gateway.api.dialect import SSE
-from gateway.api.pings import Pings
-from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, failed, kvasir_headers
-from gateway.api.replies import COMMENT, Answer, join_calls
+from engine.protocol import Hello
+from gateway import tasks
+from gateway.api.call import Call
+from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, failed, known_error, kvasir_headers
+from gateway.api.replies import COMMENT, Answer, Stamp, join_calls
 from gateway.errors import DeadlineError, KvasirError
 from gateway.native import no_panic
 from gateway.pipeline import Pipeline
 from gateway.types import CallDelta, Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
 
-log = logging.getLogger(__name__)
-
 _Result = TypeVar("_Result")
 
-MAX_WRITE = 64 << 10  # bytes of a kept answer that are written together
+MAX_WRITE = 64 << 10  # bytes of a remembered answer that are written together
 LAST_WRITE_S = 5.0  # for the error event at the end of a stream whose client may have stopped reading
 
+PROMPTS_AT_ONCE: Final = 16
+"""Prompts of one request that are computed at the same time."""
+
+PING_S: Final = 10.0
+"""Between two pings: proxies cut what is idle for 30 or 60 seconds."""
+
+LOOK_S: Final = 0.5
+"""Between two checks whether a late stream may begin."""
+
 Echo = Callable[[int], str]
-"""The text to put in front of the answer to a prompt; asked for when its first token is there."""
+"""The text to put in front of the answer to a prompt; called when its first token is there."""
 
 
 class Shape:
-    """How a dialect writes one answer as an event stream. It may remember what it wrote: there is one for each answer.
+    """How a dialect writes one answer, whole or as an event stream. It may remember what it wrote: there is one for
+    each answer.
 
-    `index` is the choice's. Any of these may be empty bytes; they go out in this order, choices mixed.
+    `index` is the choice's. Any of the parts of a stream may be empty bytes; they go out in this order, choices mixed.
     """
+
+    def body(self, answers: list[Answer], usage: Usage) -> bytes:
+        """The answer to a request that does not stream. `usage` is that of all generated answers together."""
+        raise NotImplementedError
 
     def prelude(self) -> bytes:
         """Before everything, once the first choice has its first token, or is late."""
@@ -96,8 +108,21 @@ class Account:
 NO_ACCOUNT: Final = Account()
 
 
+class Generation(NamedTuple):
+    """A Call, its model, and how its answer is written and accounted for.
+
+    stamp  the bytes that are new in each answer, of one that may be sent again; None: it may not
+    """
+
+    call: Call
+    model: Hello
+    shape: Shape
+    account: Account = NO_ACCOUNT
+    stamp: Stamp | None = None
+
+
 async def collect(
-    pipeline: Pipeline, requests: Sequence[Request], echo: Echo, *, at_once: int, account: Account = NO_ACCOUNT
+    pipeline: Pipeline, requests: Sequence[Request], echo: Echo, account: Account = NO_ACCOUNT
 ) -> list[Answer]:
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
@@ -128,52 +153,44 @@ async def collect(
                     )
         raise KvasirError("The answer ended without a reason.")
 
-    return await _within(requests, _all(one, requests, at_once))
+    return await _within(requests, _all(one, requests))
 
 
 async def stream(
     http: web.Request,
     pipeline: Pipeline,
     requests: Sequence[Request],
-    shape: Shape,
+    generation: Generation,
     echo: Echo,
     *,
-    at_once: int,
-    first_byte_s: float = 0.0,
-    account: Account = NO_ACCOUNT,
-    media_type: str = SSE,
-    noted: list[bytes] | None = None,
+    media_type: str,
+    first_byte_s: float,
+    noted: list[bytes] | None,
 ) -> web.StreamResponse:
-    """Answers over SSE, or what else the shape writes, complete, and ended as it has to be. Raises only while nothing
-    was sent. `noted` gets all that was written, of one answer that may come again. `first_byte_s`: see
-    server.first_byte_s."""
-    sse = _Sse(http, shape, account, media_type, alone=len(requests) == 1, noted=noted)
+    """Answers over SSE, or in another form of the shape, to the end. Raises only while nothing was sent. All that was
+    written is added to `noted`, of one answer that may be sent again. `first_byte_s`: see server.first_byte_s."""
+    out = _EventStream(http, generation, media_type, alone=len(requests) == 1, noted=noted)
 
     async def one(index: int, request: Request) -> tuple[bytes, Usage]:
         async with aclosing(pipeline.answer(request)) as events:
-            return await sse.choice(index, request, events, echo)
+            return await out.choice(index, request, events, echo)
 
     if first_byte_s:
-        sse.pings.start_at(requests[0].received_s + first_byte_s, lambda: any(map(_has_engine, requests)))
+        out.ping_from(requests[0].received_s + first_byte_s, requests)
     try:
         with no_panic():
-            ends = await _within(requests, _all(one, requests, at_once))
+            ends = await _within(requests, _all(one, requests))
         usage = sum((usage for _, usage in ends), Usage(0, 0))
-        await account.completed(usage)
-        return await sse.end(ends[-1][0] + shape.ending(usage))
+        await generation.account.completed(usage)
+        return await out.end(ends[-1][0] + generation.shape.ending(usage))
     except ConnectionResetError:
-        return sse.left()
-    except KvasirError as error:
-        if sse.response is None:
+        return out.left()
+    except Exception as error:
+        if out.response is None:
             raise
-        return await sse.fail(error)
-    except Exception:
-        if sse.response is None:
-            raise
-        log.exception("request %s failed after its first byte", sse.record.request_id)
-        return await sse.fail(KvasirError("The server had an error while it answered."))
+        return await out.fail(known_error(error, out.record))
     finally:
-        sse.pings.stop()
+        out.stop_pings()
 
 
 def _has_engine(request: Request) -> bool:
@@ -210,12 +227,12 @@ async def _within(requests: Sequence[Request], work: Coroutine[Any, Any, _Result
 
 
 async def _all(
-    one: Callable[[int, Request], Coroutine[Any, Any, _Result]], requests: Sequence[Request], at_once: int
+    one: Callable[[int, Request], Coroutine[Any, Any, _Result]], requests: Sequence[Request]
 ) -> list[_Result]:
     """Every request's result, in order, or the first error."""
     if len(requests) == 1:
         return [await one(0, requests[0])]
-    gate = asyncio.Semaphore(at_once)
+    gate = asyncio.Semaphore(PROMPTS_AT_ONCE)
 
     async def gated(index: int, request: Request) -> _Result:
         async with gate:
@@ -223,34 +240,51 @@ async def _all(
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(gated(index, request)) for index, request in enumerate(requests)]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
+            running = [group.create_task(gated(index, request)) for index, request in enumerate(requests)]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]
 
 
-class _Sse:
+class _EventStream:
     """The response of one stream. It exists from the first token, or the first ping, on."""
 
     def __init__(
-        self,
-        http: web.Request,
-        shape: Shape,
-        account: Account,
-        media_type: str,
-        *,
-        alone: bool,
-        noted: list[bytes] | None,
+        self, http: web.Request, generation: Generation, media_type: str, *, alone: bool, noted: list[bytes] | None
     ) -> None:
         """`alone`: there is one choice."""
         self.record: Record = http[RECORD]
         self.response: web.StreamResponse | None = None
-        self._http, self._shape, self._account = http, shape, account
-        self._media_type, self._alone = media_type, alone
-        self._may_note = noted
-        self._noted: list[bytes] | None = None
+        self._http, self._shape, self._account = http, generation.shape, generation.account
+        self._media_type, self._alone, self._noted = media_type, alone, noted
         self._opening = asyncio.Lock()
-        self.pings = Pings(lambda: self._open(cached=False), shape.ping)
+        self._ping_timer: asyncio.TimerHandle | None = None
+        self._ping_task: asyncio.Task[None] | None = None
+
+    def ping_from(self, start_s: float, requests: Sequence[Request]) -> None:
+        """Pings from `start_s` (monotonic clock) on, once one of the requests has an engine, until `stop_pings`."""
+
+        def begin() -> None:
+            self._ping_task = tasks.spawn(self._ping(requests), name="ping")
+
+        delay_s = max(0.0, start_s - time.monotonic())
+        self._ping_timer = asyncio.get_running_loop().call_later(delay_s, begin)
+
+    async def _ping(self, requests: Sequence[Request]) -> None:
+        with suppress(ConnectionResetError):
+            while not any(map(_has_engine, requests)):  # noqa: ASYNC110 - nothing tells when a request gets its slot
+                await asyncio.sleep(LOOK_S)
+            response = await self._open(cached=False)
+            while True:
+                await response.write(self._shape.ping())
+                await asyncio.sleep(PING_S)
+
+    def stop_pings(self) -> None:
+        """A ping that is being written is written to its end."""
+        if self._ping_timer is not None:
+            self._ping_timer.cancel()
+        if self._ping_task is not None:
+            self._ping_task.cancel()
 
     async def choice(
         self, index: int, request: Request, events: AsyncGenerator[Event, None], echo: Echo
@@ -260,8 +294,8 @@ class _Sse:
         if type(started) is not Started:
             raise KvasirError("The answer began with something else.")
         await self._account.started(request)
-        if self._alone and request.trace.repeat is not None:
-            self._noted = self._may_note
+        if request.trace.repeat is None:
+            self._noted = None
         response = await self.begin(index, echo(index), started)
         write, text, call = response.write, self._shape.text, self._shape.call
         lookup = request.trace.lookup
@@ -292,7 +326,7 @@ class _Sse:
         return b"", end.usage
 
     async def begin(self, index: int, echoed: str, started: Started) -> web.StreamResponse:
-        self.pings.stop()
+        self.stop_pings()
         response = await self._open(cached=self._alone)
         if opening := self._shape.opening(index, echoed, started):
             await self._write(response, opening)

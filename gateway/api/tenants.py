@@ -12,17 +12,18 @@ import hashlib
 from base64 import b64decode
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final
 
 from aiohttp import web
 
 from engine.protocol import TOKEN_BYTES
 from gateway.api.call import Call
 from gateway.api.fields import shown
-from gateway.api.record import Hold, Record
+from gateway.api.record import Record
 from gateway.config import EVERYBODY, PRIVATE, AuthSettings, CacheKeyMode, NamespaceSettings, TenantSettings
 from gateway.errors import ForbiddenError, UnauthorizedError
-from gateway.types import ANONYMOUS, ChatPrompt, LimitKind, Need, Prompt, Room, Scope, Tenant, TextPrompt, TokenPrompt
+from gateway.limits.limits import TenantLimits
+from gateway.types import ANONYMOUS, ChatPrompt, Need, Prompt, Scope, Tenant, TextPrompt, TokenPrompt
 
 NAMESPACE_HEADER = "x-kvasir-namespace"
 MAX_SCOPES = 1024  # that are remembered; a kilobyte each, with the longest key and salt
@@ -172,23 +173,7 @@ def _may_use(tenant: Tenant, tenants: Sequence[str] | frozenset[str]) -> bool:
     return tenant.name in tenants or EVERYBODY in tenants
 
 
-class Limits(Protocol):
-    """What tenants may ask for."""
-
-    def has(self, tenant: str) -> bool:
-        """Whether it has any limit."""
-        ...
-
-    def rooms(self, tenant: str) -> dict[LimitKind, Room]:
-        """What it may still send, as far as this gateway knows; nothing for what has no limit."""
-        ...
-
-    async def set_aside(self, tenant: str, need: Need) -> Hold | None:
-        """Raises RateLimitError, and nothing else."""
-        ...
-
-
-async def set_aside(limits: Limits, record: Record, need: Callable[[], Need]) -> None:
+async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Need]) -> None:
     """For a request of the online lane, once. Raises RateLimitError. Asks nobody for a tenant without limits."""
     tenant = record.tenant
     if record.hold is not None or tenant is None or record.lane == "batch" or not limits.has(tenant):

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from aiohttp import BodyPartReader, MultipartReader, web
@@ -16,11 +16,13 @@ from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.multipart import BadContentDispositionHeader, BadContentDispositionParam
 from multidict import MultiMapping
 
+from gateway.api.body import ask_for_body
 from gateway.api.dialect import BYTES, FORM, Route
 from gateway.api.fields import Parameter, invalid, missing, read, shown
 from gateway.api.record import CLIENT_LEFT, RECORD, TENANT, common_headers
 from gateway.api.replies import reply_json
 from gateway.errors import BadRequestError, NotFoundError, StorageError
+from gateway.files.store import FileStore, Upload
 from gateway.types import StoredFile, Tenant
 
 log = logging.getLogger(__name__)
@@ -46,34 +48,6 @@ _MALFORMED: Final = (
     BadContentDispositionParam,
 )
 """What aiohttp raises for bodies that are no forms."""
-
-
-class Upload(Protocol):
-    """A file that is arriving. `purpose` is set as soon as it is known."""
-
-    purpose: str
-
-    def expect(self, num_bytes: int) -> None: ...
-
-    async def write(self, data: bytes) -> None: ...
-
-    async def finish(self, filename: str, mime_type: str, ttl_s: float | None) -> StoredFile: ...
-
-
-class FileStore(Protocol):
-    """The store, as gateway/files/store.py promises it."""
-
-    def upload(self, tenant: str) -> AbstractAsyncContextManager[Upload]: ...
-
-    def reading(
-        self, tenant: str, file_id: str
-    ) -> AbstractAsyncContextManager[tuple[StoredFile, AsyncIterator[bytes]] | None]: ...
-
-    async def all_of(self, tenant: str) -> list[StoredFile]: ...
-
-    async def find(self, tenant: str, file_id: str) -> StoredFile | None: ...
-
-    async def delete(self, tenant: str, file_id: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +114,13 @@ class FileRoutes:
         async with self.files.reading(http[TENANT].name, store_id(file_id)) as found:
             if found is None:
                 raise no_such_file(file_id)
-            return await _send(http, *found)
+            stored, chunks = found
+            headers = {
+                "Content-Type": BYTES,
+                "Content-Disposition": f"attachment; filename*=UTF-8''{quote(stored.filename, safe='')}",
+                "X-Content-Type-Options": "nosniff",
+            }
+            return await send_chunks(http, chunks, headers, num_bytes=stored.num_bytes)
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         """DELETE /v1/files/{file_id}"""
@@ -169,8 +149,7 @@ async def read_form(http: web.Request, upload: Upload, timeout_s: float, on_valu
     if http.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
         raise BadRequestError("A file is sent without Content-Encoding.")
     upload.expect((http.content_length or 0) - MAX_FORM_BYTES)
-    if http.headers.get("Expect", "").lower() == "100-continue" and http.transport is not None:
-        http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    ask_for_body(http)
     form = Form()
     try:
         async with asyncio.timeout(timeout_s):
@@ -183,40 +162,30 @@ async def read_form(http: web.Request, upload: Upload, timeout_s: float, on_valu
     return form
 
 
-async def _send(http: web.Request, stored: StoredFile, chunks: AsyncIterator[bytes]) -> web.StreamResponse:
-    headers = {
-        "Content-Type": BYTES,
-        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(stored.filename, safe='')}",
-        "X-Content-Type-Options": "nosniff",
-    }
-    return await send_chunks(http, chunks, headers, num_bytes=stored.num_bytes)
-
-
 async def send_chunks(
     http: web.Request, chunks: AsyncIterator[bytes], headers: Mapping[str, str], *, num_bytes: int | None = None
 ) -> web.StreamResponse:
-    """Bytes as they come. Cuts the connection where it cannot send all of them: so many, where that is known."""
+    """Bytes as they come. Cuts the connection where it cannot send all of them: `num_bytes`, where that is known."""
     response = web.StreamResponse(headers={**common_headers(http[RECORD]), **headers})
     response.content_length = left = num_bytes
     await response.prepare(http)
+    why = ""
     try:
         async for chunk in chunks:
             async with asyncio.timeout(CHUNK_TIMEOUT_S):
                 await response.write(chunk[:left])
             left = None if left is None else left - len(chunk)
+    except ConnectionResetError:
+        raise
     except TimeoutError:
-        return _cut_off(http, response, "its client does not read")
+        why = "its client does not read"
     except (OSError, StorageError) as error:
-        if isinstance(error, ConnectionResetError):
-            raise
-        return _cut_off(http, response, f"it cannot be read: {error}")
+        why = f"it cannot be read: {error}"
     if left is not None and left > 0:
-        return _cut_off(http, response, "it has become shorter")
-    await response.write_eof()
-    return response
-
-
-def _cut_off(http: web.Request, response: web.StreamResponse, why: str) -> web.StreamResponse:
+        why = why or "it has become shorter"
+    if not why:
+        await response.write_eof()
+        return response
     log.warning("a file was not sent to its end: %s", why)
     if http.transport is not None:
         http.transport.abort()

@@ -19,12 +19,10 @@ from aiohttp import web
 
 from gateway.admin.purge import Engine
 from gateway.admin.sources import EngineStatus, Sources
-from gateway.api.descriptors import Site
+from gateway.api.descriptors import REFUSED, Site
 from gateway.api.gemini.content_store import ContentStore
-from gateway.api.malformed import MALFORMED
 from gateway.api.openai.responses.store import ResponseStore
-from gateway.api.replays import REPLAYS
-from gateway.api.routes import RUNNER, app_runner, build_app
+from gateway.api.routes import REPLAYS, RUNNER, app_runner, build_app
 from gateway.config import (
     AnthropicSettings,
     ApiSettings,
@@ -246,7 +244,7 @@ def make_app(
             response_cache=given.response_cache.stats,
             batches=lambda: state.get("batches", {}),
             lost_lines=lambda: state.get("lost_lines", 0),
-            malformed=lambda: MALFORMED.counts,
+            malformed=lambda: REFUSED,
             draining=lambda: state["draining"],
             version="0.0.test",
         ),

@@ -13,7 +13,8 @@ from gateway.api.anthropic.wire import DEFAULT_LIMIT, MAX_LIMIT, read_page, time
 from gateway.api.dialect import Route
 from gateway.api.fields import in_url, integer, invalid, read_query, table, text, used
 from gateway.api.replies import page_json
-from gateway.api.uploads import FileRoutes, FileStore, query_values, store_id
+from gateway.api.uploads import FileRoutes, query_values, store_id
+from gateway.files.store import FileStore
 from gateway.types import StoredFile
 
 PREFIX: Final = "file_"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, Generation, parsed
+from gateway.api.answering import Answering, parsed
 from gateway.api.anthropic.accounting import Diagnosis, MessageAccount
 from gateway.api.anthropic.parameters import COUNT, MESSAGES
 from gateway.api.anthropic.request import check_line, parse_count, parse_message
@@ -19,6 +19,7 @@ from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.lines import Endpoint, generating
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import page_json, reply_json
+from gateway.api.stream import Generation
 from gateway.api.tiers import grant
 from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import ModelNotFoundError

@@ -12,10 +12,10 @@ from typing import Any, Final, Literal
 
 import orjson
 
-from gateway.api.answering import AnswerShape
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.wire import error_json, time_text
 from gateway.api.replies import Answer, Stamp, event, json_text, new_id
+from gateway.api.stream import Shape
 from gateway.api.tools import read_arguments
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
@@ -31,7 +31,7 @@ _PING: Final = event("ping", {"type": "ping"})
 _MESSAGE_STOP: Final = event("message_stop", {"type": "message_stop"})
 
 
-class MessageShape(AnswerShape):
+class MessageShape(Shape):
     """One message. `max_tokens` are those that the client asked for. `cached`, `lease`, which is `kept` or
     `degraded`, and `more`, fields of the message, are filled in before the first byte is written."""
 

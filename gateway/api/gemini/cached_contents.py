@@ -269,7 +269,7 @@ class CachedContents:
             why = f"too small. total_token_count={found}, min_total_token_count={least} (gemini.min_tokens)"
             raise invalid("contents", why)
         usage = await self.answering.prewarm(http[RECORD], tenant, call, model)
-        lease = http[RECORD].lease
+        lease = http[RECORD].trace.lease
         kept = lease.kept if lease is not None else None
         return usage.prompt_tokens if kept is None else kept.tokens, lease
 

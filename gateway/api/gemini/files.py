@@ -27,9 +27,10 @@ from gateway.api.gemini.proto import message, read, under
 from gateway.api.gemini.wire import PAGE, page, timestamp
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
-from gateway.api.uploads import PURPOSE, UNNAMED, FileStore, Upload
+from gateway.api.uploads import PURPOSE, UNNAMED
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, BodyTooLargeError, NotFoundError, StorageError, UnsupportedError
+from gateway.files.store import FileStore, Upload
 from gateway.types import StoredFile, Tenant
 
 VERSIONS: Final = ("v1", "v1beta")

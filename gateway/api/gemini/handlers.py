@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, Generation, parsed
+from gateway.api.answering import Answering, parsed
 from gateway.api.call import Call
 from gateway.api.dialect import JSON, SSE, Route
 from gateway.api.fields import table, text, used
@@ -22,6 +22,7 @@ from gateway.api.gemini.response import GeminiShape, model_json
 from gateway.api.gemini.wire import PAGE, page
 from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
+from gateway.api.stream import Generation
 from gateway.errors import ModelNotFoundError
 from gateway.types import CachedContent
 

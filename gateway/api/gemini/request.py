@@ -6,8 +6,7 @@ import re
 from typing import Any, Final, NamedTuple
 
 from engine.protocol import Sampling
-from gateway.api.call import MAX_PROMPTS, Call
-from gateway.api.choices import Choices
+from gateway.api.call import MAX_PROMPTS, Call, Choices
 from gateway.api.constraints import constraint, json_schema
 from gateway.api.fields import an_object, invalid, missing
 from gateway.api.gemini.contents import to_messages

@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from engine.protocol import Hello
-from gateway.api.answering import AnswerShape
 from gateway.api.gemini.wire import error_json
 from gateway.api.replies import Answer, Stamp, ToolCall, data, json_line
+from gateway.api.stream import Shape
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, TextDelta, Usage
 
@@ -37,7 +37,7 @@ def _text_tokens(count: int) -> list[dict[str, Any]]:
     return [{"modality": "TEXT", "tokenCount": count}]
 
 
-class GeminiShape(AnswerShape):
+class GeminiShape(Shape):
     """A GenerateContentResponse of `n` candidates, whole or in pieces. `array`: a stream is a JSON array."""
 
     def __init__(self, model: Hello, n: int, *, array: bool = False) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Final
 from gateway.api.dialect import Route
 from gateway.api.fields import choice, in_url, integer, missing, read_query, table, text, used
 from gateway.api.replies import page_json
-from gateway.api.uploads import FileRoutes, FileStore, no_such_file, store_id
+from gateway.api.uploads import FileRoutes, no_such_file, store_id
+from gateway.files.store import FileStore
 from gateway.types import StoredFile
 
 PREFIX: Final = "file-"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.api.answering import Answering, Generation
+from gateway.api.answering import Answering
 from gateway.api.dialect import EXAMPLE_MODEL, JSON, SSE, Route
 from gateway.api.fields import choice, in_url, integer, read_query, table, text, used
 from gateway.api.lines import Endpoint, generating
@@ -19,6 +19,7 @@ from gateway.api.openai.response import ChatShape, CompletionShape, model_json
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import RECORD, Record
 from gateway.api.replies import page_json, reply_json
+from gateway.api.stream import Generation
 from gateway.api.tiers import grant
 from gateway.config import LeaseSettings
 from gateway.errors import ModelNotFoundError

@@ -8,8 +8,7 @@ from typing import Any
 
 from engine.protocol import Sampling
 from gateway.api.cache_control import from_body
-from gateway.api.call import MAX_PROMPTS, NEW_DOCUMENT, Call
-from gateway.api.choices import Choices
+from gateway.api.call import MAX_PROMPTS, NEW_DOCUMENT, Call, Choices
 from gateway.api.fields import invalid, read
 from gateway.api.openai.caching import NO_BREAKPOINTS, Caching, join_messages, place_markers
 from gateway.api.openai.parameters import CHAT, COMPLETION

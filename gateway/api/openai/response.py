@@ -14,11 +14,11 @@ import orjson
 import xxhash
 
 from engine.protocol import Hello, Namespace
-from gateway.api.answering import AnswerShape
 from gateway.api.call import Call
 from gateway.api.openai.tools import custom_names, input_of, names_a_tool
 from gateway.api.openai.wire import error_json
 from gateway.api.replies import Answer, Stamp, data, json_line, json_text, new_id
+from gateway.api.stream import Shape
 from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, ScoredToken, Spelled, Started, TextDelta, Tier, Usage
 
@@ -49,7 +49,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-class _ChoicesShape(AnswerShape):
+class _ChoicesShape(Shape):
     """What chats and completions have in common. `kind` is `object` of a whole answer, `chunk_kind` of its chunks;
     `more` fields go into both."""
 

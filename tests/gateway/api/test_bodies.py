@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from gateway.api.bodies import BODIES, Bodies
+from gateway.api.bodies import BODIES, Bodies, Claim
 from gateway.config import ServerSettings, TenantSettings
 from gateway.errors import OverloadedError, QueueFullError
 from tests.fakes.gateway import Gateway, running
@@ -22,7 +22,7 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
 def test_a_tenant_has_half_and_all_have_the_whole() -> None:
     bodies = Bodies(100, 10)
-    first, second, third = bodies.claim("a"), bodies.claim("a"), bodies.claim("b")
+    first, second, third = Claim(bodies, "a"), Claim(bodies, "a"), Claim(bodies, "b")
     first.grow_to(30)
     first.grow_to(20)  # it has more
     second.grow_to(20)
@@ -30,7 +30,7 @@ def test_a_tenant_has_half_and_all_have_the_whole() -> None:
         second.grow_to(21)
     third.grow_to(50)
     with pytest.raises(OverloadedError):
-        bodies.claim("c").grow_to(1)
+        Claim(bodies, "c").grow_to(1)
     for claim in (first, first, second, third):
         claim.release()
     assert bodies.num_bytes == 0
@@ -39,7 +39,7 @@ def test_a_tenant_has_half_and_all_have_the_whole() -> None:
 
 def test_a_body_of_the_largest_size_fits_whatever_the_share() -> None:
     bodies = Bodies(100, 90)
-    bodies.claim("a").grow_to(90)
+    Claim(bodies, "a").grow_to(90)
     assert Bodies(10, 90).max_bytes == 90
 
 

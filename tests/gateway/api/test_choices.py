@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import Sampling
-from gateway.api.choices import Choices
+from gateway.api.call import Choices
 from gateway.api.openai.response import Answer
 from gateway.types import ScoredToken, Spelled, TextDelta, Usage
 from tests.fakes.gateway import running

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.api import pings
+from gateway.api import stream
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, EngineLostError
 from tests.fakes.gateway import LIMIT_S, Gateway, response_cache, running
@@ -76,7 +76,7 @@ async def test_a_stream_without_its_first_token_begins_with_a_ping_to_the_letter
 async def test_every_sdk_reads_a_stream_that_began_with_pings(
     pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pings, "PING_S", 0.001)
+    monkeypatch.setattr(stream, "PING_S", 0.001)
     async with running(pipeline, server=AT_ONCE) as gateway:
         client, claude, made = gateway.sdk(), gateway.anthropic(), gemini(gateway.url)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.replays import REPLAYS
 from gateway.api.replies import data, event, read_events
+from gateway.api.routes import REPLAYS
 from gateway.types import Replay
 
 CHAT, COMPLETION = REPLAYS["/v1/chat/completions"], REPLAYS["/v1/completions"]

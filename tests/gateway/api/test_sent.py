@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from gateway.api.sent import header_lines, send
+from gateway.api.resend import header_lines, send
 
 LIMIT_S = 30.0
 HEADERS = {"Content-Type": "application/json", "x-same": "caf\u00e9", "x-kvasir-cache": "exact"}

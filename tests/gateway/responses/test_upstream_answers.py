@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from gateway.api.openai.replay import ChatReplay
-from gateway.api.replays import REPLAYS
+from gateway.api.routes import REPLAYS
 from gateway.config import ResponseCacheSettings
 from gateway.errors import DeadlineError, KvasirError, UpstreamLostError, UpstreamsAwayError, UpstreamTimeoutError
 from gateway.responses.base import Query

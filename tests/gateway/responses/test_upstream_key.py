@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.replays import REPLAYS
+from gateway.api.routes import REPLAYS
 from gateway.config import ResponseCacheSettings
 from gateway.responses.upstream_answers import UpstreamQuery
 from gateway.responses.upstream_key import LARGE_BYTES, route_of

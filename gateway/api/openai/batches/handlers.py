@@ -32,8 +32,9 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
 from gateway.api.tenants import Namespaces
-from gateway.api.uploads import FileStore, find_file
+from gateway.api.uploads import find_file
 from gateway.errors import NotFoundError
+from gateway.files.store import FileStore
 from gateway.queues.batch.base import Job, State
 from gateway.queues.batch.store import BatchStore
 

@@ -27,6 +27,7 @@ from gateway.api.openai.responses.tools import Item
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import page_json, reply, reply_json
+from gateway.api.stream import Generation
 from gateway.api.tiers import grant
 from gateway.config import LeaseSettings, ServerSettings
 from gateway.errors import BadRequestError, ContextLengthError, NotFoundError, OverloadedError, UnsupportedError
@@ -102,7 +103,7 @@ class Responses:
             return reply(await self._whole(record, tenant, wanted), kvasir_headers(record))
         call, model, keeper = wanted
         try:
-            return await self.answering.stream(http, call, model, keeper.shape, account=keeper)
+            return await self.answering.stream(http, Generation(call, model, keeper.shape, keeper))
         finally:
             keeper.abandoned()
 
@@ -129,7 +130,7 @@ class Responses:
             query,
             token,
             leases=self.leases,
-            generated=lambda: record.completion_tokens,
+            generated=lambda: record.trace.completion_tokens,
             tier=grant(call.tier, record),
             diagnose=await self._diagnosis(tenant, query, items),
         )

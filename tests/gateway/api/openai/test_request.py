@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.call import MAX_PROMPTS, NEW_DOCUMENT, settle
-from gateway.api.choices import Choices
+from gateway.api.call import MAX_PROMPTS, NEW_DOCUMENT, Choices, settle
 from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.config import LeaseSettings
