@@ -32,7 +32,7 @@ from gateway.api.dialect import CHUNKED, UNLISTED, Route
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents
 from gateway.api.gemini.content_store import ContentStore
-from gateway.api.gemini.embeddings import GeminiEmbeddings
+from gateway.api.gemini.embeddings import embedding_routes
 from gateway.api.gemini.files import GeminiFiles
 from gateway.api.gemini.handlers import Gemini
 from gateway.api.gemini.replay import GenerateReplay
@@ -161,7 +161,7 @@ def build_app(
         ],
         GEMINI.name: [
             *Gemini(answering, cached, kept).routes(),
-            *GeminiEmbeddings(vectors).routes(),
+            *embedding_routes(vectors),
             *cached.routes(),
             *kept.routes(),
         ],

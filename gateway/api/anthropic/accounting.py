@@ -67,10 +67,11 @@ class Diagnosis:
         change = compare(before, previous, request.model, self.question.parts)
         missed = max(0, before.cached_tokens - cached.read)
         if change is not None:
-            path = None if change.path is None else dotted(change.path)
-            fields = {"path": path, "word": change.word, "text": change.text}
-            known = {key: value for key, value in fields.items() if value is not None}
-            return _reason(f"{change.section or 'model'}_changed", cache_missed_input_tokens=missed, **known)
+            known = {name: value for name, value in change._asdict().items() if value is not None}
+            kind = f"{known.pop('section', 'model')}_changed"
+            if change.path is not None:
+                known["path"] = dotted(change.path)
+            return _reason(kind, cache_missed_input_tokens=missed, **known)
         if not missed or not (request.trace.breakpoints or request.trace.lease):
             return None
         return _reason("unavailable", detail=self._why(before, previous, request))

@@ -22,7 +22,6 @@ from gateway.api.fields import (
     made,
     record,
     tagged,
-    takes,
     text,
     text_or,
     unsupported,
@@ -79,16 +78,6 @@ def _unsupported_kind(kind: str, path: str) -> BadRequestError | None:
     return unsupported(path, why)
 
 
-def refusing(why: str) -> Check[None]:
-    """Takes no value."""
-
-    @takes({})
-    def check(value: Any, path: str) -> None:
-        raise unsupported(path, why)
-
-    return check
-
-
 def _text(block: dict[str, Any], path: str) -> Part:
     """Nothing is done with citations."""
     content = block["text"]
@@ -141,7 +130,6 @@ def _joined(parts: list[Part], path: str) -> str:
 
 
 _every: Final = {"type": _string, "cache_control": check_control}
-_toolset: Final = refusing("Toolsets are not supported.")
 _BLOCKS: Final[dict[str, Check[Part]]] = {
     "text": made(record("text", text=_string, citations=array_of(anything), **_every), _text),
     "tool_use": made(
@@ -151,7 +139,6 @@ _BLOCKS: Final[dict[str, Check[Part]]] = {
             name=_string,
             input=an_object,
             caller=record(type=choice("direct")),
-            toolset_name=_toolset,
             **_every,
         ),
         _tool_use,
@@ -186,7 +173,6 @@ _BLOCKS["tool_result"] = made(
         tool_use_id=_string,
         content=text_or(made(blocks(0, "text", "document"), _joined)),
         is_error=boolean,
-        toolset_name=_toolset,
         **_every,
     ),
     _tool_result,

@@ -70,18 +70,9 @@ class MessageBatches:
 
     def routes(self) -> list[Route]:
         one = f"{ROOT}/{{batch_id}}"
-        example = {"requests": [{"custom_id": "first", "params": _PARAMS}]}
+        made: Any = {"example": {"requests": [{"custom_id": "first", "params": _PARAMS}]}, "json": False}
         return [
-            Route(
-                "POST",
-                ROOT,
-                self.create,
-                "Creates a batch of messages.",
-                CREATE,
-                ("requests",),
-                example=example,
-                json=False,
-            ),
+            Route("POST", ROOT, self.create, "Creates a batch of messages.", CREATE, ("requests",), **made),
             Route("GET", ROOT, self.list_batches, "The batches, newest first.", query=LIST),
             Route("GET", one, self._routes.get, "State of a batch."),
             Route("DELETE", one, self.delete, "Deletes a batch that has ended, with its results."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from aiohttp import web
@@ -20,17 +20,11 @@ from gateway.api.openai.embeddings import Embeddings
 from gateway.api.record import BODY, RECORD, TENANT
 from gateway.api.replies import reply_json
 
-_MAX_DIMENSIONS: Final = 2**31 - 1
 _string = text()
 
 EMBED: Final = table(
     used("content", instruction, "content of text, required", "The text: its parts, joined."),
-    used(
-        "outputDimensionality",
-        whole(1, _MAX_DIMENSIONS),
-        "integer from 1, default: the model's",
-        "Numbers of a vector.",
-    ),
+    used("outputDimensionality", whole(1, 2**31 - 1), "integer from 1, default: the model's", "Numbers of a vector."),
     no_effect("taskType", _string, "string", "The model embeds all texts alike."),
     no_effect("title", _string, "string", "The model embeds all texts alike."),
     no_effect("model", _string, "string", "The URL names the model."),
@@ -43,43 +37,29 @@ BATCH: Final = table(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GeminiEmbeddings:
-    """Holds what its handlers need."""
+def embedding_routes(embeddings: Embeddings) -> Iterator[Route]:
+    one = {"content": {"parts": [{"text": "The weather is lovely today."}]}}
+    for version in VERSIONS:
+        for verb, batch, summary, fields, example in (
+            ("embedContent", False, "The vector of a text.", EMBED, one),
+            ("batchEmbedContents", True, "The vectors of several texts.", BATCH, {"requests": [one]}),
+        ):
+            path, handler = f"/{version}/models/{{model:.+}}:{verb}", partial(_answer, embeddings, batch=batch)
+            yield Route("POST", path, handler, summary, fields, tuple(example), example=example, passes="counted")
 
-    embeddings: Embeddings
 
-    def routes(self) -> Iterator[Route]:
-        one = {"content": {"parts": [{"text": "The weather is lovely today."}]}}
-        more: Any = {"passes": "counted"}
-        for version in VERSIONS:
-            path = f"/{version}/models/{{model:.+}}"
-            summary = "The vector of a text."
-            yield Route("POST", f"{path}:embedContent", self.embed, summary, EMBED, ("content",), example=one, **more)
-            path, example = f"{path}:batchEmbedContents", {"requests": [one]}
-            summary = "The vectors of several texts."
-            yield Route("POST", path, self.embed_all, summary, BATCH, ("requests",), example=example, **more)
-
-    async def embed(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1beta/models/{model}:embedContent"""
-        return await self._answer(http, batch=False)
-
-    async def embed_all(self, http: web.Request) -> web.StreamResponse:
-        """POST /v1beta/models/{model}:batchEmbedContents"""
-        return await self._answer(http, batch=True)
-
-    async def _answer(self, http: web.Request, *, batch: bool) -> web.StreamResponse:
-        tenant, record = http[TENANT], http[RECORD]
-        requests = await parsed(record, lambda _, body: _requests(body, batch=batch), http[BODY])
-        dimensions = {one.get("outputDimensionality") for one in requests.values()}
-        if len(dimensions) > 1:
-            raise invalid("requests[].outputDimensionality", "it is not the same in all requests")
-        inputs = {f"{path}content": one["content"] for path, one in requests.items()}
-        name = model_name(http.match_info["model"])
-        vectors, tokens = await self.embeddings.embed(record, tenant, name, inputs, dimensions.pop())
-        made = [{"values": array("f", vector).tolist()} for vector in vectors]
-        usage = {"usageMetadata": {"promptTokenCount": tokens}}
-        return reply_json({"embeddings": made, **usage} if batch else {"embedding": made[0], **usage})
+async def _answer(embeddings: Embeddings, http: web.Request, *, batch: bool) -> web.StreamResponse:
+    tenant, record = http[TENANT], http[RECORD]
+    requests = await parsed(record, lambda _, body: _requests(body, batch=batch), http[BODY])
+    dimensions = {one.get("outputDimensionality") for one in requests.values()}
+    if len(dimensions) > 1:
+        raise invalid("requests[].outputDimensionality", "it is not the same in all requests")
+    inputs = {f"{path}content": one["content"] for path, one in requests.items()}
+    name = model_name(http.match_info["model"])
+    vectors, tokens = await embeddings.embed(record, tenant, name, inputs, dimensions.pop())
+    made = [{"values": array("f", vector).tolist()} for vector in vectors]
+    usage = {"usageMetadata": {"promptTokenCount": tokens}}
+    return reply_json({"embeddings": made, **usage} if batch else {"embedding": made[0], **usage})
 
 
 def _requests(body: dict[str, Any], *, batch: bool) -> dict[str, dict[str, Any]]:

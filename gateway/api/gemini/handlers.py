@@ -45,25 +45,11 @@ class Gemini:
         model = f"{root}/models/{{model:.+}}"
         asks: Any = {"parameters": GENERATE, "required": ("contents",), "example": EXAMPLE}
         asks |= {"resends": True, "passes": "metered"}
+        streams: Any = {**asks, "query": STREAM, "media": (SSE, JSON)}
+        counts: Any = {"parameters": COUNT, "example": EXAMPLE, "passes": "counted"}
         yield Route("POST", f"{model}:generateContent", self.generate, "The next turn of a conversation.", **asks)
-        yield Route(
-            "POST",
-            f"{model}:streamGenerateContent",
-            self.stream,
-            "The same, as a stream.",
-            **asks,
-            query=STREAM,
-            media=(SSE, JSON),
-        )
-        yield Route(
-            "POST",
-            f"{model}:countTokens",
-            self.count,
-            "Counts the tokens of a prompt.",
-            COUNT,
-            example=EXAMPLE,
-            passes="counted",
-        )
+        yield Route("POST", f"{model}:streamGenerateContent", self.stream, "The same, as a stream.", **streams)
+        yield Route("POST", f"{model}:countTokens", self.count, "Counts the tokens of a prompt.", **counts)
         yield Route("GET", f"{root}/models", self.list_models, "The models that are served.", query=PAGE)
         yield Route("GET", model, self.get_model, "One of them.")
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from gateway.api.fields import (
     MAX_ITEMS,
-    Table,
     an_object,
     anything,
     boolean,
@@ -48,16 +47,14 @@ DECLARATION: Final = table(
 )
 
 
-def _server_tools() -> Table:
-    names = ("googleSearch", "googleSearchRetrieval", "codeExecution", "urlContext", "computerUse", "fileSearch")
-    more = ("googleMaps", "retrieval", "enterpriseWebSearch", "mcpServers", "parallelAiSearch", "exaAiSearch")
-    return table(*(left_out(name, anything, "anything", _NOT_OURS) for name in (*names, *more)))
-
-
-TOOL: Final[Table] = {
-    **table(used("functionDeclarations", repeated(message(DECLARATION)), "array of declarations", "Functions.")),
-    **_server_tools(),
-}
+_SERVER_TOOLS: Final = (
+    *("googleSearch", "googleSearchRetrieval", "codeExecution", "urlContext", "computerUse", "fileSearch"),
+    *("googleMaps", "retrieval", "enterpriseWebSearch", "mcpServers", "parallelAiSearch", "exaAiSearch"),
+)
+TOOL: Final = table(
+    used("functionDeclarations", repeated(message(DECLARATION)), "array of declarations", "Functions."),
+    *(left_out(name, anything, "anything", _NOT_OURS) for name in _SERVER_TOOLS),
+)
 CALLING: Final = table(
     used("mode", enum(*MODES), "`AUTO`, `ANY`, `NONE` or `VALIDATED`; default `AUTO`", "Whether functions are called."),
     used(
