@@ -15,7 +15,7 @@ from engine.protocol import TokenizerFiles
 from gateway.config import PromptSettings
 from gateway.errors import BadRequestError
 from gateway.prompt.samples import conversations
-from gateway.prompt.segments import ChainMemo, PromptMemo, SegmentMemo, figures
+from gateway.prompt.segments import ChainMemo, PromptMemo, SegmentMemo
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import Tokenizer
 from gateway.prompt.tool_styles import PROBE, ToolStyle, find_style, shorten_ids
@@ -79,9 +79,9 @@ class LoadedModel:
             "fallback": tokenizer.fallback,
             "chat": self.template is not None,
             "tools": self.tool_style.name if isinstance(self.tool_style, ToolStyle) else None,
-            **{f"segment_memo_{key}": value for key, value in figures(self.segments).items()},
-            **{f"chain_memo_{key}": value for key, value in figures(self.chains).items()},
-            **{f"prompt_memo_{key}": value for key, value in figures(self.prompts).items()},
+            **{f"segment_memo_{key}": value for key, value in self.segments.figures().items()},
+            **{f"chain_memo_{key}": value for key, value in self.chains.figures().items()},
+            **{f"prompt_memo_{key}": value for key, value in self.prompts.figures().items()},
         }
 
     def say_what_it_can(self, name: str) -> None:

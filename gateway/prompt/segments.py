@@ -18,15 +18,19 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import ref
 
 from engine.protocol import DIGEST_BYTES, TOKEN_BYTES, Namespace, chain_digests
 from gateway.prompt.tokenizer import Link
 from gateway.types import ChatPrompt, EncodedPrompt
 
+_K = TypeVar("_K", bound=Hashable)
+_V = TypeVar("_V")
+
 _ENTRY_BYTES = 240  # key tuple, dictionary entry and its share of the table, measured with tracemalloc
 _MESSAGE_BYTES = 360  # a message's dictionary and the strings around its content
-_NODE_BYTES = 584  # node, its table of breakpoints, its table of children, its entry in the order of use
+_NODE_BYTES = 584  # node, its table of breakpoints, its key and entry
 _KEY_CHARS = 1024  # of the last message, from either end, by which prompts are told apart before they are compared
 _BREAKS = 8  # breakpoints that a node remembers
 
@@ -49,63 +53,66 @@ class Counts:
         self.miss_tokens += id_bytes // TOKEN_BYTES
 
 
-class SegmentMemo:
-    """Token ids of links, by salt."""
+class Memo(Generic[_K, _V]):
+    """Values of a size in bytes; those that were used longest ago make room."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
         self.counts = Counts()
-        self._ids: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._entries: OrderedDict[_K, tuple[_V, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._entries)
+
+    def get(self, key: _K) -> _V | None:
+        """The value, which is the last used one from now on."""
+        if (entry := self._entries.get(key)) is None:
+            return None
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def store(self, key: _K, value: _V, size: int) -> None:
+        """Keeps it in place of an earlier one, unless it is larger than the whole memo."""
+        if size > self.limit_bytes:
+            return
+        if (old := self._entries.pop(key, None)) is not None:
+            self.num_bytes -= old[1]
+        self._entries[key] = value, size
+        self.num_bytes += size
+        while self.num_bytes > self.limit_bytes:
+            _, (_, old_size) = self._entries.popitem(last=False)
+            self.num_bytes -= old_size
+
+    def figures(self) -> dict[str, int]:
+        """What is in it now, and what was looked up since the start."""
+        return {"bytes": self.num_bytes, "limit_bytes": self.limit_bytes, "entries": len(self)} | asdict(self.counts)
+
+
+class SegmentMemo(Memo[tuple[str, str], bytes]):
+    """Token ids of links, by salt."""
 
     def find(self, salt: str, links: Sequence[Link]) -> tuple[dict[str, bytes], list[Link]]:
         """Ids of the links that are there, by text; and those that are not, each once."""
         known: dict[str, bytes] = {}
         missing: dict[str, Link] = {}
         for link in links:
-            key = (salt, link.text)
-            ids = self._ids.get(key)
-            if ids is None:
+            if (ids := self.get((salt, link.text))) is None:
                 missing[link.text] = link
-                continue
-            known[link.text] = ids
-            self._ids.move_to_end(key)
-            self.counts.hit(1, len(ids))
+            else:
+                known[link.text] = ids
+                self.counts.hit(1, len(ids))
         return known, list(missing.values())
 
     def put(self, salt: str, fresh: Mapping[str, bytes]) -> None:
-        """Keeps link text -> ids as the most recently used ones, unless they are larger than the whole memo."""
+        """Keeps link text -> ids."""
         for link, ids in fresh.items():
             self.counts.miss(1, len(ids))
-            size = self._size(link, ids)
-            key = (salt, link)
-            if key in self._ids or size > self.limit_bytes:
-                continue
-            self._ids[key] = ids
-            self.num_bytes += size
-        while self.num_bytes > self.limit_bytes:
-            (_, old_link), old_ids = self._ids.popitem(last=False)
-            self.num_bytes -= self._size(old_link, old_ids)
-
-    @staticmethod
-    def _size(link: str, ids: bytes) -> int:
-        return sys.getsizeof(link) + sys.getsizeof(ids) + _ENTRY_BYTES
+            self.store((salt, link), ids, sys.getsizeof(link) + sys.getsizeof(ids) + _ENTRY_BYTES)
 
 
-class PromptMemo:
+class PromptMemo(Memo[Hashable, tuple[ChatPrompt, EncodedPrompt]]):
     """Encoded prompts by the messages and tools they were made of, which must not be changed afterwards."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.num_bytes = 0
-        self.counts = Counts()
-        self._prompts: OrderedDict[Hashable, tuple[ChatPrompt, EncodedPrompt, int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._prompts)
 
     @staticmethod
     def key(namespace: Namespace, prompt: ChatPrompt, num_chars: int, ending: str = "") -> Hashable:
@@ -121,28 +128,18 @@ class PromptMemo:
 
     def find(self, key: Hashable, prompt: ChatPrompt) -> EncodedPrompt | None:
         """What a prompt of equal messages and tools was encoded to, with `new_tokens` 0."""
-        kept = self._prompts.get(key)
-        if kept is None or kept[0].messages != prompt.messages or kept[0].tools != prompt.tools:
+        found = self.get(key)
+        if found is None or found[0].messages != prompt.messages or found[0].tools != prompt.tools:
             return None
-        self._prompts.move_to_end(key)
-        self.counts.hit(1, len(kept[1].tokens))
-        return kept[1]
+        self.counts.hit(1, len(found[1].tokens))
+        return found[1]
 
     def put(self, key: Hashable, prompt: ChatPrompt, encoded: EncodedPrompt, num_chars: int) -> None:
-        """Keeps a prompt, unless it is larger than the whole memo."""
         self.counts.miss(1, len(encoded.tokens))
         # Characters beyond ASCII take more; a mean of two bytes is counted for all of them.
         num_values = len(prompt.messages) + len(prompt.tools)
         size = 2 * num_chars + _MESSAGE_BYTES * num_values + len(encoded.tokens) + len(encoded.digests) + _ENTRY_BYTES
-        if size > self.limit_bytes:
-            return
-        if (old := self._prompts.pop(key, None)) is not None:
-            self.num_bytes -= old[2]
-        self._prompts[key] = prompt, replace(encoded, new_tokens=0), size
-        self.num_bytes += size
-        while self.num_bytes > self.limit_bytes:
-            _, (_, _, old_size) = self._prompts.popitem(last=False)
-            self.num_bytes -= old_size
+        self.store(key, (prompt, replace(encoded, new_tokens=0)), size)
 
 
 class ChainState(NamedTuple):
@@ -159,10 +156,14 @@ class ChainState(NamedTuple):
         return digests, ChainState(digests[-DIGEST_BYTES:] or self.digest, data[used:])
 
 
-class Node:
-    """A prompt up to a cut. `link` is str, or bytes for prompts of token ids, or a root's key."""
+def _none() -> None:
+    """A reference to no node."""
 
-    __slots__ = ("breaks", "children", "digests", "ends", "ids", "last", "link", "parent", "size", "state")
+
+class Node:
+    """A prompt up to a cut. `link` is str, or a root's key."""
+
+    __slots__ = ("__weakref__", "breaks", "digests", "ends", "ids", "last", "link", "size", "state")
 
     def __init__(self, link: Any, ids: bytes, digests: bytes, state: ChainState, *, ends: bool = False) -> None:
         self.link = link
@@ -171,11 +172,9 @@ class Node:
         self.state = state
         self.ends = ends  # the text ended here: this link is no cut, and a longer text may begin with it
         self.breaks: dict[int, int] = {}  # characters of the link -> its tokens before a breakpoint there; few
-        self.parent: Node | None = None
-        self.children: dict[Any, Node] = {}
-        self.last: Node | None = None  # the child that was used last: compared before anything is cut or hashed
+        self.last: Callable[[], Node | None] = _none  # the child used last: compared before anything is cut or hashed
         self.size = sum(map(sys.getsizeof, (ids, digests, state.tail, state.digest))) + _NODE_BYTES
-        self.size += sys.getsizeof(link) if isinstance(link, (str, bytes)) else 0
+        self.size += sys.getsizeof(link) if isinstance(link, str) else 0
 
     def remember_break(self, chars: int, tokens: int) -> None:
         """Of the last few breakpoints; where they are moves with every edit of a client's."""
@@ -215,37 +214,27 @@ class Path(NamedTuple):
         return tokens, None, 0
 
 
-class ChainMemo:
-    """The tree. Nodes are in order of use, a parent always after its children: the oldest one is a leaf."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.num_bytes = 0
-        self.counts = Counts()
-        self._top = Node("", b"", b"", ChainState(b""))
-        self._used: OrderedDict[Node, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._used)
+class ChainMemo(Memo[tuple["Node | None", Any], Node]):
+    """The tree, as nodes by their parent and link. A parent is always used after its children, so these go first."""
 
     def root(self, key: Hashable, namespace: Namespace, ids: bytes = b"") -> Node:
         """Where all prompts under `key` begin, with `ids` already; `key` holds both. Not in the tree before `keep`."""
-        root = self._top.children.get(key)
+        root = self.get((None, key))
         return root or Node(key, ids, *ChainState(namespace.root()).extend(ids, namespace))
 
-    @staticmethod
-    def walk(root: Node, text: str, cut: Callable[[str, int], Iterator[Link]]) -> tuple[list[Node], int]:
+    def walk(self, root: Node, text: str, cut: Callable[[str, int], Iterator[Link]]) -> tuple[list[Node], int]:
         """The nodes below `root` that `text` goes through, and how many characters they cover."""
         path: list[Node] = []
         node, at, end = root, 0, len(text)
         while at < end:
-            child = node.last
+            child = node.last()
             # A link's special string is found in any text that begins with the link, so comparing is enough.
             if child is None or not text.startswith(child.link, at) or (child.ends and at + len(child.link) < end):
-                found = node.children.get(next(cut(text, at)).text)
-                if found is None:
+                entry = self._entries.get((node, next(cut(text, at)).text))
+                if entry is None:
                     break
-                node.last = child = found
+                child = entry[0]
+                node.last = ref(child)
             path.append(child)
             at += len(child.link)
             node = child
@@ -259,40 +248,16 @@ class ChainMemo:
         """Makes `path` the most recently used one below `root`; nodes that are not in the tree are put in.
 
         Nodes may have left the tree since they were walked, or others may have put the same ones in: then those stay
-        which are there. Evicts what does not fit, of this path the end first.
+        which are there. What does not fit is removed, of this path the end first.
         """
-        # 1. Down: find or put in.
-        nodes, parent = [], self._top
+        nodes: list[tuple[Node | None, Node]] = []
+        parent: Node | None = None
         for node in (root, *path):
-            child = parent.children.get(node.link)
-            if child is None:
-                child = node
-                child.parent, child.children, child.last = parent, {}, None
-                parent.children[child.link] = child
-                self._used[child] = None
-                self.num_bytes += child.size
-            parent.last = child
-            nodes.append(child)
-            parent = child
-        # 2. Up: a parent is used after its children.
-        for child in reversed(nodes):
-            self._used.move_to_end(child)
-        # 3. Evict leaves.
-        while self.num_bytes > self.limit_bytes:
-            self._evict()
-
-    def _evict(self) -> None:
-        node, _ = self._used.popitem(last=False)
-        parent = node.parent
-        assert parent is not None
-        assert not node.children
-        del parent.children[node.link]
-        if parent.last is node:
-            parent.last = None
-        node.parent = None
-        self.num_bytes -= node.size
-
-
-def figures(memo: SegmentMemo | PromptMemo | ChainMemo) -> dict[str, int]:
-    """What is in it now, and what it was asked for since the start."""
-    return {"bytes": memo.num_bytes, "limit_bytes": memo.limit_bytes, "entries": len(memo)} | asdict(memo.counts)
+            kept, _ = self._entries.get((parent, node.link), (node, 0))
+            nodes.append((parent, kept))
+            if parent is not None:
+                parent.last = ref(kept)
+            parent = kept
+        for parent, node in reversed(nodes):
+            if self.get((parent, node.link)) is None:
+                self.store((parent, node.link), node, node.size)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import orjson
 
@@ -39,8 +39,6 @@ from gateway.types import (
     Tool,
 )
 
-_T = TypeVar("_T")
-
 _THREADS: Final = 4
 
 
@@ -50,10 +48,10 @@ class PromptStage:
     def __init__(self, settings: PromptSettings) -> None:
         self._settings = settings
         self._models: dict[str, LoadedModel] = {}
-        self._loading: dict[str, asyncio.Task[LoadedModel]] = {}
+        self._loading: dict[str, asyncio.Future[LoadedModel]] = {}
         threads = min(_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prompt")
-        self._walk = Walk(settings.thread_chars, self._in_thread)
+        self._walk = Walk(settings.thread_chars, self._threads)
 
     async def load(self, hello: Hello, files: TokenizerFiles) -> None:
         """Makes the model's prompts encodable; does nothing when an engine with the same tokeniser was here before.
@@ -64,7 +62,7 @@ class PromptStage:
         if fingerprint not in self._models:
             task = self._loading.get(fingerprint)
             if task is None:
-                task = asyncio.ensure_future(self._in_thread(partial(_load, files, self._settings)))
+                task = asyncio.get_running_loop().run_in_executor(self._threads, _load, files, self._settings)
                 self._loading[fingerprint] = task
                 task.add_done_callback(lambda _: self._loading.pop(fingerprint, None))
             # Shielded: another engine may wait for the same one.
@@ -103,7 +101,7 @@ class PromptStage:
                             request.sampling.max_tokens,
                             param=request.prompt_param,
                         )
-                    encoded = (await self._walk.ids(loaded, namespace, tokens, model.vocab_size)).joined()
+                    encoded = await self._walk.ids(namespace, tokens, model.vocab_size)
         except UnicodeEncodeError:
             raise BadRequestError(
                 f"`{request.prompt_param}` holds half of a surrogate pair, which is not a character.",
@@ -166,9 +164,6 @@ class PromptStage:
             raise ContextLengthError(
                 hello.context_tokens, least, request.sampling.max_tokens, param=request.prompt_param
             )
-
-    async def _in_thread(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _encode_chat(
         self, model: LoadedModel, namespace: Namespace, prompt: ChatPrompt, request: Request, hello: Hello

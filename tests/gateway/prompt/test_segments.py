@@ -44,15 +44,6 @@ def encode(memo: ChainMemo, text: str, key: str = "root") -> tuple[bytes, bytes,
     return b"".join(node.ids for node in path), b"".join(node.digests for node in path), found
 
 
-def in_tree(memo: ChainMemo) -> list[Node]:
-    nodes, todo = [], list(memo._top.children.values())
-    while todo:
-        node = todo.pop()
-        nodes.append(node)
-        todo += node.children.values()
-    return nodes
-
-
 class ChainsAgainstNone(RuleBasedStateMachine):
     """Any prompts in any order under any limit give the digests of the whole; the tree's books balance."""
 
@@ -81,13 +72,13 @@ class ChainsAgainstNone(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        nodes = in_tree(self.memo)
-        assert set(nodes) == set(self.memo._used)
+        entries = self.memo._entries
+        nodes = {node for node, _ in entries.values()}
         assert self.memo.num_bytes == sum(node.size for node in nodes) <= self.memo.limit_bytes
-        for node in nodes:
-            assert node.parent is not None
-            assert node.parent.children[node.link] is node
-            assert node.last is None or node.children[node.last.link] is node.last
+        for (parent, link), (node, _) in entries.items():
+            assert node.link == link
+            assert parent is None or parent in nodes
+            assert node.last() is None or entries[node, node.last().link][0] is node.last()
 
 
 TestChainsAgainstNone = ChainsAgainstNone.TestCase
