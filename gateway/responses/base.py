@@ -1,4 +1,4 @@
-"""What the response cache knows of a request and of an answer, whichever backend generates it: our own engines
+"""Requests and answers as the response cache handles them, whichever backend generates: our own engines
 (engine_answers.py) or an upstream (upstream_answers.py). stage.py does the rest once for both."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ END: Final[Any] = object()
 """The last item of answers that do not say themselves where they end."""
 
 Audited = Callable[[str, str, Trace, float], None]
-"""Reports what it took to generate an answer that was only compared: the tenant who had the hit, the model as figures
-name it, the trace, and milliseconds. Never raises."""
+"""Reports what an audit used: the tenant with the hit, the model as figures name it, the trace, and milliseconds. Never
+raises."""
 
 Regenerate = Callable[[], Awaitable[str | None]]
 """Generates an answer of its own to be compared, and returns its text; None where it is more than a text, or not
@@ -32,10 +32,10 @@ complete. Raises what generating raises."""
 
 
 class Situation(NamedTuple):
-    """A chat without what its user said last.
+    """A chat without the user's last text.
 
     digest  of everything else; only texts of one situation are compared
-    text    what the user said last
+    text    the user's last
     """
 
     digest: bytes
@@ -44,7 +44,7 @@ class Situation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The answer of another request, which has this key, will do."""
+    """The answer with this key, of another request that means the same."""
 
     key: bytes
     similarity: float
@@ -68,7 +68,7 @@ class Recorded(NamedTuple):
     """A new answer, to be stored.
 
     model  as operators know it
-    text   what it says to requests that only mean the same; None: they do not get it
+    text   for requests that only mean the same; None: they do not get it
     """
 
     model: str
@@ -95,7 +95,7 @@ class Query(ABC, Generic[Item]):
     looked: Any = field(init=False, default=None)
 
     metered_at_end = False
-    """Whether the tokens of an answer are known only when it has ended."""
+    """Whether the tokens of an answer are known only at its end."""
 
     @property
     def tenant(self) -> str:
@@ -112,7 +112,7 @@ class Query(ABC, Generic[Item]):
 
     @property
     def age_ms(self) -> float:
-        """Milliseconds since the request came."""
+        """Milliseconds since the request's arrival."""
         return (time.monotonic() - self.request.received_s) * 1e3
 
     @property
@@ -152,7 +152,7 @@ class Query(ABC, Generic[Item]):
 
     @abstractmethod
     def text(self, items: Sequence[Item]) -> str | None:
-        """What a complete answer says; None where it is more than a text, or did not end by itself."""
+        """The text of a complete answer; None where it is more than a text, or did not end by itself."""
 
     def label(self, items: Sequence[Item]) -> str:
         """The model that answered, as figures name it."""
@@ -168,7 +168,7 @@ class Query(ABC, Generic[Item]):
 
     @abstractmethod
     def find_unfit(self, max_temperature: float) -> str | None:
-        """Why no other request's answer will do, as far as that can be seen without its text; None where one may.
+        """Why no other request's answer will do, without a look at its text; None where one may.
 
         tools     its answer may call some
         form      its answer has to be more than a text, or another form of text
@@ -191,6 +191,6 @@ def find_refusal(reuse: Reuse, mode: Mode) -> str | None:
 
 
 def owner_of(scope: Scope) -> str:
-    """Whose answers those of a scope are, as stores and operators know it. What clients separate theirs with is in the
-    key alone."""
+    """The owner of a scope's answers, for stores and operators. What clients separate theirs with is in the key
+    alone."""
     return f"namespace:{scope.namespace}" if scope.namespace else f"tenant:{scope.tenant}"

@@ -10,10 +10,10 @@ message is the same however its own names are ordered. Of large requests the sam
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
@@ -25,7 +25,6 @@ from gateway.responses.recording import decode, encode, text_of
 from gateway.tasks import LARGE
 from gateway.types import (
     ChatPrompt,
-    Constraint,
     Event,
     Finished,
     Prompt,
@@ -41,35 +40,6 @@ from gateway.types import (
 
 Generate = Callable[[Request], AsyncGenerator[Event, None]]
 """Steps 2 to 6 of the pipeline."""
-
-
-IGNORED: Final[Mapping[type, frozenset[str]]] = {
-    Request: frozenset(
-        (
-            "request_id",
-            "tenant",  # as far as it has its own cache, it is in `salt`
-            "received_s",
-            "deadline_s",
-            "prompt_param",  # for error messages
-            "lane",
-            "tier",
-            "priority",
-            "affinity",
-            "use_cache",  # a request without reuse gets none here, either
-            "only_leased",
-            "fit",  # more tokens than fit get the answer that needed fewer
-            "group",
-            "stream",
-            "trace",
-            "work",
-        )
-    ),
-    ChatPrompt: frozenset(("markers", "min_breakpoint_tokens")),  # what is kept of it, not what is answered
-    Tool: frozenset(("path",)),
-    Constraint: frozenset(("param", "places")),
-    Hello: frozenset(("incarnation", "num_blocks", "max_sequences", "created", "version")),
-}
-"""Fields that change no answer. A test holds that every other one changes the key."""
 
 
 def find_bypass(request: Request, settings: ResponseCacheSettings, mode: Mode) -> str | None:

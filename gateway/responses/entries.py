@@ -21,7 +21,7 @@ class Entry:
 
     key        compared on every look-up, whatever an answer is found by
     id         how it is called, 32 characters
-    owner      whose it is: a tenant or a namespace that several share (Scope)
+    owner      a tenant, or a namespace that several share (Scope)
     model      as clients name it
     created_s  seconds since 1970, as expires_s; when the answer was complete
     body       see recording.py
@@ -90,23 +90,23 @@ class Chosen:
     def everything(self) -> bool:
         return self == Chosen()
 
-    def takes(self, kept: About | Entry, at_s: float) -> bool:
+    def takes(self, about: About | Entry, at_s: float) -> bool:
         """Whether it is one of them, by its age at that second; a later one is not."""
-        age_s = at_s - kept.created_s
+        age_s = at_s - about.created_s
         return (
-            self.owner in (None, kept.owner)
-            and self.model in (None, kept.model)
-            and kept.id.startswith(self.id)
+            self.owner in (None, about.owner)
+            and self.model in (None, about.model)
+            and about.id.startswith(self.id)
             and age_s >= self.older_than_s
             and (self.younger_than_s is None or age_s <= self.younger_than_s)
-            and kept.expires_s > at_s
+            and about.expires_s > at_s
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a remembered answer says: its text, and the names and arguments of its tool calls. Of an upstream's the text
-    is the whole body, calls included, and `finish` is None."""
+    """The text of a remembered answer, and the names and arguments of its tool calls. Of an upstream's the text is the
+    whole body, calls included, and `finish` is None."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -129,7 +129,7 @@ class Answers(Protocol):
         missing."""
         ...
 
-    async def content(self, kept: About) -> Content | None:
+    async def content(self, about: About) -> Content | None:
         """None for one that is gone, or cannot be read."""
         ...
 

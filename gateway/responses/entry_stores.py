@@ -91,13 +91,13 @@ class RedisEntries:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Of all answers that were chosen at that second, in seconds since 1970."""
+    """The removal of all answers that were chosen at that second, since 1970."""
 
     chosen: Chosen
     at_s: float
 
-    def takes(self, kept: About | Entry) -> bool:
-        return self.chosen.takes(kept, self.at_s)
+    def takes(self, about: About | Entry) -> bool:
+        return self.chosen.takes(about, self.at_s)
 
 
 class RemovalEpoch:

@@ -27,25 +27,25 @@ END_S: Final = 1.0
 """Cancelled work is waited for at most so long."""
 
 _OWN: Final = frozenset(("fork", "hit", "lookup", "paid_tokens", "repeat", "shared"))
-"""Of a request itself, whoever its answer was generated for."""
+"""Of a request itself, whichever request its answer was generated for."""
 
 _COMPUTED: Final = tuple(one.name for one in fields(Trace) if one.name not in _OWN)
 
 
 class Bill:
-    """Which request pays for a generation that several share: the one that has been there for longest, until it leaves;
-    then the next. So all that was computed is accounted for once, with a request that was there when it was.
+    """Which request pays for a generation that several share: the oldest reader until it leaves, then the next. So
+    everything computed is accounted for once, with a request that was reading at the time.
 
     work   the trace that is filled in on its way
     ended  no more is computed
     """
 
     def __init__(self, *, metered_at_end: bool = False) -> None:
-        """`metered_at_end`: tokens are known only then; else, from the first token on."""
+        """`metered_at_end`: tokens are known only then, not from the first one on."""
         self.work = Trace()
         self.ended = False
         self._metered_at_end = metered_at_end
-        self._readers: list[Trace] = []  # in the order in which they came
+        self._readers: list[Trace] = []  # in order of arrival
         self._begun = False  # the prompt is accounted for
         self._paid_tokens = 0  # of the completion, by those that have left
 
@@ -131,7 +131,7 @@ class Flight(Generic[_T]):
 
     @property
     def begun(self) -> bool:
-        """Whether anything came."""
+        """Whether there is an item."""
         return bool(self._items) or self._dropped > 0
 
     @property
@@ -140,7 +140,7 @@ class Flight(Generic[_T]):
 
     @property
     def full(self) -> Sequence[_T] | None:
-        """What came, from the first on, unless that was too much."""
+        """All items so far; None if they were too large to hold."""
         return None if self._dropped or self._bytes > self._max_bytes else list(self._items)
 
     def fails(self, request: _Leader, error: KvasirError) -> bool:

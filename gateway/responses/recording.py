@@ -26,7 +26,7 @@ from gateway.types import CallDelta, Event, Finished, ScoredToken, Spelled, Star
 
 
 def text_of(events: Sequence[Event]) -> str | None:
-    """What an answer says; None for one that is not complete, or calls tools."""
+    """The text of an answer; None for one that is not complete, or calls tools."""
     if not events or not isinstance(events[-1], Finished) or events[-1].reason != "stop":
         return None
     return "".join(event.text for event in events if isinstance(event, TextDelta)).strip()

@@ -1,4 +1,4 @@
-"""Steps 1 and 7 of the pipeline: was it answered before, is it being answered, and may the answer be remembered?
+"""Steps 1 and 7 of the pipeline: was the request answered before, is it being answered, may the answer be remembered?
 
     memory -> flight { Redis -> semantic -> generate -> remember }
 
@@ -50,7 +50,7 @@ class Figures:
 
     outcomes: Counter[str] = field(default_factory=Counter)  # requests, by Lookup.outcome
     bypassed: Counter[str] = field(default_factory=Counter)  # requests, by reason
-    resent: int = 0  # of the exact ones, to requests that were not read: the bytes were known
+    resent: int = 0  # of the exact ones, to requests whose bytes were known, without parsing
     not_kept: Counter[str] = field(default_factory=lambda: Counter(too_large=0, truncated=0))  # answers, by reason
 
 
@@ -99,7 +99,7 @@ class ResponseCache:
         `generate` raises."""
         reason = find_bypass(request, self.settings, self.mode(request.tenant.name))
         if reason is None:
-            return self.ask(request.work, lambda: EngineQuery.of(request, model, generate, self.settings))
+            return self.answer_query(request.work, lambda: EngineQuery.of(request, model, generate, self.settings))
         self.bypass(request.trace, request.reuse, reason)
         return generate(request)
 
@@ -109,7 +109,7 @@ class ResponseCache:
         if reuse.only_cached:
             raise _not_cached(reason)
 
-    async def ask(self, work: int, make: Callable[[], Query[Item]]) -> AsyncGenerator[Item, None]:
+    async def answer_query(self, work: int, make: Callable[[], Query[Item]]) -> AsyncGenerator[Item, None]:
         """The items of the answer to a query, without END. To `make` the query is so much work."""
         query = await off_loop(work, make)
         request = query.request
@@ -191,7 +191,7 @@ class ResponseCache:
         return query.reused(item)
 
     def _end(self, query: Query[Item], flight: Flight[Item], item: Item) -> Item:
-        """The last item. From now on it is known what was computed for another request."""
+        """The last item, as the request gets it. What was computed for another request is known now."""
         trace, bill = query.request.trace, flight.bill
         if flight.found is not None:
             return item

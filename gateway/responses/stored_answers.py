@@ -103,7 +103,7 @@ class StoredAnswers:
     # -- for requests -------------------------------------------------------------------------------------------------
 
     def peek(self, owner: str, key: bytes) -> Entry | None:
-        """From memory alone, unless Redis is to be asked whether it is still there."""
+        """From memory alone; None where Redis has to confirm that it is still there."""
         entry = self.memory.get(owner, entry_id(key), within_s=self._memory_s)
         return entry if entry is not None and entry.key == key and self._counts_as_hit() else None
 
@@ -119,7 +119,7 @@ class StoredAnswers:
             return entry
         name, removals = entry_id(key), self._removals
         here = self.memory.get(owner, name)
-        entry = await self._ask(redis.find(owner, name), here)
+        entry = await self._try(redis.find(owner, name), here)
         if entry is None:
             self.memory.delete(owner, name)
         if entry is None or entry.key != key:
@@ -140,9 +140,9 @@ class StoredAnswers:
         redis, removals = self._redis, self._removals
         if redis is None:
             return
-        await self._ask(redis.put(entry), False)
+        await self._try(redis.put(entry), False)
         if removals != self._removals and self.memory.get(entry.owner, entry.id) is not entry:
-            await self._ask(redis.remove(entry.owner, entry.id), False)  # it came behind its own removal
+            await self._try(redis.remove(entry.owner, entry.id), False)  # it was removed before it arrived
 
     def _counts_as_hit(self) -> bool:
         """Whether memory may be used: it is known what was removed, or cannot be, because Redis is unreachable."""
@@ -150,7 +150,7 @@ class StoredAnswers:
         self._counts["memory_hits"] += usable
         return usable
 
-    async def _ask(self, call: Awaitable[_T], otherwise: _T) -> _T:
+    async def _try(self, call: Awaitable[_T], otherwise: _T) -> _T:
         try:
             return await call
         except RedisDownError as error:
@@ -169,22 +169,22 @@ class StoredAnswers:
             return
         for owner in await self._redis.owners():
             if chosen.owner in (None, owner):
-                for kept in await self._redis.all_of(owner):
-                    if chosen.takes(kept, at_s) and (owner, kept.id) not in here:
-                        yield kept
+                for about in await self._redis.all_of(owner):
+                    if chosen.takes(about, at_s) and (owner, about.id) not in here:
+                        yield about
 
-    async def content(self, kept: About) -> Content | None:
-        entry = self.memory.get(kept.owner, kept.id)
+    async def content(self, about: About) -> Content | None:
+        entry = self.memory.get(about.owner, about.id)
         if entry is None and self._redis is not None:
-            entry = await self._redis.find(kept.owner, kept.id)
+            entry = await self._redis.find(about.owner, about.id)
         return None if entry is None else _content(entry.body)
 
     async def remove(self, chosen: Chosen, at_s: float) -> int:
-        found = [kept async for kept in self.scan(chosen, at_s)]
+        found = [about async for about in self.scan(chosen, at_s)]
         if self._redis is not None:  # first: what is in memory alone is not shared again
             for start in range(0, len(found), AT_ONCE):
                 part = found[start : start + AT_ONCE]
-                await asyncio.gather(*(self._redis.remove(kept.owner, kept.id) for kept in part))
+                await asyncio.gather(*(self._redis.remove(about.owner, about.id) for about in part))
         removal = Removal(chosen, at_s)
         await self._apply(removal)
         if self._epoch is not None:
@@ -244,9 +244,9 @@ class StoredAnswers:
 
 def _content(body: bytes) -> Content | None:
     """None for what cannot be read, which no request gets, either."""
-    if (kept := decode_upstream(body)) is not None:
-        # Only complete answers are kept, and how they ended is in there, in the words of the API.
-        return Content(*kept.tokens, None, b"".join(kept.chunks).decode(errors="replace"))
+    if (recording := decode_upstream(body)) is not None:
+        # Only complete answers are stored, and their end is in there, in the words of the API.
+        return Content(*recording.tokens, None, b"".join(recording.chunks).decode(errors="replace"))
     stored = decode(body, joined=True)
     return None if stored is None else _of_engine(stored)
 

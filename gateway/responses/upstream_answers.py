@@ -42,7 +42,7 @@ _ODD = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 class Upstreams(Protocol):
-    """What answers, as the passthrough knows it."""
+    """Sends requests to upstreams; see the passthrough's Protocol."""
 
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool: ...
 
@@ -51,7 +51,7 @@ class Upstreams(Protocol):
     def answer(self, request: UpstreamRequest) -> AbstractAsyncContextManager[UpstreamAnswer]: ...
 
     def route_text(self, model: str, tenant: str) -> str:
-        """Which upstreams and models answer; another text when the operator changes it."""
+        """Upstreams and models that answer; another text when the operator changes them."""
         ...
 
 
@@ -161,7 +161,7 @@ class UpstreamQuery(Query[_Item]):
             return ending, None
         try:
             return ending, replay.text(whole)
-        except _ODD:  # several answers, or what is told in another way than as a text
+        except _ODD:  # several answers, or something else than a text
             return ending, None
 
     def _converted(self, chunks: Sequence[bytes], form: Form) -> Sequence[bytes] | None:
@@ -206,7 +206,7 @@ class RememberedUpstreams:
             return
         route_text = self._upstreams.route_text(request.model, request.tenant.name)
         make = partial(UpstreamQuery.of, request, self._upstreams, replay, settings, route_text)
-        async with aclosing(self._cache.ask(request.work, make)) as items:
+        async with aclosing(self._cache.answer_query(request.work, make)) as items:
             head = await anext(items)
             assert isinstance(head, UpstreamAnswer)
             yield replace(head, pieces=cast("AsyncGenerator[bytes, None]", items))

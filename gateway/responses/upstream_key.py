@@ -39,11 +39,11 @@ _CALLED: Final = ("tools", "functions", "mcp_servers", "web_search_options", "pl
 """What answers may call, at the client or at the upstream."""
 
 _KEPT_THERE: Final = ("store", "background", "container")
-"""What has an upstream keep something, or work with what it kept."""
+"""Members with which an upstream stores something, or uses something stored."""
 
 _RESPONSES: Final = "/v1/responses"
 _CONTINUED: Final = ("previous_response_id", "conversation", "prompt")
-"""The same of a response, which an upstream keeps as well unless `store` is false."""
+"""The same for responses, which an upstream stores unless `store` is false."""
 
 _VECTORS: Final = "/v1/embeddings"
 """A text has one vector, whatever the sampling."""
@@ -64,7 +64,7 @@ MAX_MODEL_CHARS: Final = 256
 """Of a model's name that questions are stored under: where a pattern matches, clients choose it."""
 
 TIERS: Final = ("service_tier", "priority")
-"""Names in a body that say how long an answer may take, and nothing of what it says."""
+"""Names in a body for the speed of an answer, not its content."""
 
 MAX_SECTION_NAMES: Final = 256
 """Of a body or a section of it. One with more is for no API, and not read."""
@@ -77,7 +77,7 @@ class _Chat(NamedTuple):
     """How a route writes chats.
 
     turns  name of the list of them
-    parts  name of what a turn says: a text, where `texts` has types, or parts
+    parts  name of a turn's content: a text, where `texts` has types, or parts
     texts  types of the parts that are texts; where parts have no types, a text is all that such a part has
     alone  whether a text may stand in the place of the turns
     """

@@ -99,7 +99,7 @@ class Embedder:
         return self._gate.waiting
 
     async def model(self) -> TextModel:
-        """The model, loaded by the first who asks. Raises EmbedderError when it cannot be; the next one tries again."""
+        """The model, loaded with the first call. Raises EmbedderError when it cannot be; the next call tries again."""
         if self._loading is None:
             self._loading = spawn(self._load(), "load the embedding model")
         loading = self._loading

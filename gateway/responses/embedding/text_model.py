@@ -144,7 +144,7 @@ def _around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _max_tokens(folder: Path, most: int) -> int:
-    """What the model was made for, where its folder says so; `most` is what it has positions for."""
+    """The limit that the model's folder sets, or `most`, its number of positions."""
     try:
         settings = json.loads((folder / "sentence_bert_config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

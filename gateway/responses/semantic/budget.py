@@ -7,7 +7,7 @@ Pure: chance is injected, time is counted in requests. space.py tells it of ever
     bar    the least probability that is a hit: the lowest under which neither the last 1,500 nor the last 500 requests
            would have had more wrong hits than is aimed at, by what was counted and by what the model expects
     exact  requests whose question was looked up before and that the exact cache answered: they are requests, too
-    spent  weights of the wrong hits, all together. Near the bound nothing is a hit until more requests came
+    spent  weights of the wrong hits, all together. Near the bound nothing is a hit until there are more requests
 
 How likely an answer is the right one is a logistic of four parameters, fitted to labels and to a prior. The prior is
 worth 1,000 of them, so that it neither starts blind nor stays with what other traffic taught; as labels come in, they
@@ -154,7 +154,7 @@ class Figures:
 
 @dataclass(slots=True)
 class _Label:
-    """request  number of the request at which it came"""
+    """request  number of requests at that time"""
 
     request: int
     row: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""What one text says that its vector may not tell apart: numbers, negations, literals, names, times, roles.
+"""What a vector may not tell apart in a text: numbers, negations, literals, names, times, roles.
 
 Pure. Computed once for each text, when it is asked or remembered; guard.py compares two of them.
 """
@@ -96,8 +96,7 @@ class Features:
 
 
 def features(text: str) -> Features:
-    """Never raises, whatever the text is. Remembers nothing: a memo for all tenants would tell by its time what others
-    have asked."""
+    """Never raises, whatever the text is. Has no memo: its timing would tell tenants what others have sent."""
     reading = _Reading()
     text = text[:MAX_CHARS]
     for found in _TOKEN.finditer(text):
@@ -123,8 +122,8 @@ def _sentence_stems(content: Sequence[str]) -> frozenset[str]:
 class _Reading:
     """A text so far.
 
-    opening  nothing came since a sentence began
-    role     of the preposition whose object has not come
+    opening  at the beginning of a sentence
+    role     of a preposition that still has no object
     pending  the number that has counted nothing yet
     last     the word before
     """

@@ -78,7 +78,7 @@ def _sentences_agree(one: dict[str, Features], other: dict[str, Features]) -> bo
 
 
 def _denied(sentence: Features, others: Sequence[Features]) -> bool:
-    """Whether the one that is most alike says something else."""
+    """Whether the most similar one says something else."""
     words = set(sentence.content)
     shared, nearest = max(((_shared(words, set(one.content)), one) for one in others), key=_first, default=(0.0, None))
     if nearest is None or shared < ALIKE:

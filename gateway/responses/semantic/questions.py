@@ -30,7 +30,7 @@ KEPT_ANSWER_CHARS: Final = 2000
 ENTRY_OVERHEAD_BYTES: Final = 12288
 """What an entry takes in memory besides its bytes: objects, and a scope of its own."""
 TEXT_CHAR_BYTES: Final = 40
-"""Of each character of a text, with what the guard knows of it: at most, where every word is new and short."""
+"""Of each character of a text, with its features for the guard: at most, where every word is new and short."""
 
 _VERSION: Final = 2
 """Of an entry's bytes: a JSON array, a line end, and the vector."""
@@ -43,7 +43,7 @@ LARGEST_NUMBER: Final = 1 << 53
 _STORE: Final = "questions"
 
 BUDGET_S: Final = 30 * 86400
-"""Seconds that what was learned is kept after the last question; at most some 500 KB for an owner and model."""
+"""Seconds that a budget is stored after the last question; at most some 500 KB for an owner and model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class AnsweredQuestion:
     """A question and what was answered.
 
     key        of its answer in the exact cache
-    scope      digest of everything else that was asked with it; only questions of one scope are compared
+    scope      digest of the rest of the request; only questions of one scope are compared
     group      key of the first question that had the same answer, as far as it is known
     text       the question
     vector     of the text, little-endian float32 of length 1
@@ -110,7 +110,7 @@ class RedisQuestions:
         self._put = calls.script(__package__, "questions_put.lua")
 
     async def put(self, name: str, key: bytes, body: bytes) -> None:
-        """In place of what has this key; an empty body says that it is gone."""
+        """In place of the one with this key; an empty body marks it as removed."""
         settings = self._settings
         if len(body) > settings.max_redis_bytes:
             return

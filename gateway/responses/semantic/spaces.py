@@ -110,8 +110,8 @@ class Spaces:
             shared.space.repeated(key)
 
     def open(self, owner: str, model: str, encoder: str) -> SharedSpace:
-        """The one that a question is for. Soon it knows what other gateways put that have the same encoder: others'
-        vectors, and what was learned of them, mean nothing here."""
+        """The space of a question. Soon it has the questions of other gateways with the same encoder: other vectors,
+        and what was learned of them, mean nothing here."""
         from gateway.responses.semantic.space import Space
 
         key = owner, model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import Grammar, Hello, Namespace, Sampling
-from gateway.responses.engine_answers import IGNORED, find_situation, request_key
+from gateway.responses.engine_answers import find_situation, request_key
 from gateway.responses.entries import entry_id
 from gateway.types import (
     ChatPrompt,
@@ -44,6 +44,34 @@ REQUEST = Request(
     tool_use=USE,
 )
 MODEL = hello()
+
+IGNORED: dict[type, frozenset[str]] = {
+    Request: frozenset(
+        (
+            "request_id",
+            "tenant",  # as far as it has its own cache, it is in `salt`
+            "received_s",
+            "deadline_s",
+            "prompt_param",  # for error messages
+            "lane",
+            "tier",
+            "priority",
+            "affinity",
+            "use_cache",  # a request without reuse gets none here, either
+            "only_leased",
+            "fit",  # more tokens than fit get the answer that needed fewer
+            "group",
+            "stream",
+            "trace",
+            "work",
+        )
+    ),
+    ChatPrompt: frozenset(("markers", "min_breakpoint_tokens")),  # what is kept of it, not what is answered
+    Tool: frozenset(("path",)),
+    Constraint: frozenset(("param", "places")),
+    Hello: frozenset(("incarnation", "num_blocks", "max_sequences", "created", "version")),
+}
+"""Fields that change no answer. Every other one changes the key."""
 
 OTHER: dict[type, dict[str, Any]] = {
     Request: {
