@@ -112,7 +112,7 @@ def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     """What the stages hold is let go of with the stack, last first."""
     stack.callback(gateway.prompts.close)
     stack.callback(gateway.embedder.close)
-    stages = (gateway.answers, gateway.index, gateway.figures, gateway.ledger, gateway.files, gateway.limits)
+    stages = (gateway.answers, gateway.index, gateway.ledger, gateway.files, gateway.limits)
     for stage in (*stages, gateway.upstreams):
         stack.push_async_callback(stage.close)
     if gateway.batch_redis is not None:

@@ -1,1 +1,1 @@
-"""`kvasir batch` and `kvasir purge`: a running gateway is asked over HTTP, as any client would."""
+"""`kvasir batch` and `kvasir purge`: clients of a running gateway over HTTP."""

@@ -13,8 +13,8 @@ DEFAULT_URL: Final = "http://127.0.0.1:8080"
 
 def add_parser(commands: Any) -> None:
     """The command `batch` and its own commands. `commands` is what add_subparsers returned."""
-    told = "submit files of requests to a running gateway, and fetch their results"
-    batch = commands.add_parser("batch", help=told, description=told, allow_abbrev=False)
+    text = "submit files of requests to a running gateway, and fetch their results"
+    batch = commands.add_parser("batch", help=text, description=text, allow_abbrev=False)
     own = batch.add_subparsers(dest="batch_command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_url(shared)
@@ -42,8 +42,8 @@ def add_parser(commands: Any) -> None:
 
 def add_purge_parser(commands: Any) -> None:
     """The command `purge`."""
-    told = "remove a tenant's or a namespace's KV blocks and leases from all engines of a running gateway"
-    purge = commands.add_parser("purge", help=told, description=told, allow_abbrev=False)
+    text = "remove a tenant's or a namespace's KV blocks and leases from all engines of a running gateway"
+    purge = commands.add_parser("purge", help=text, description=text, allow_abbrev=False)
     chosen = purge.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--tenant", metavar="NAME", help="blocks of its own")
     chosen.add_argument("--namespace", metavar="NAME", help="blocks that it shares")

@@ -53,14 +53,13 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
-        connect        makes a client from a name and a URL, without starting it
-        retry_after_s  Retry-After for a client whose model has no engine at the moment
-        redis          where engines announce themselves; None switches discovery off
-        breaker        of all calls of this gateway
-        discover_s     seconds between looks at the announcements, and how long one look may take
+        connect          makes a client from a name and a URL, without starting it
+        retry_after_s    Retry-After for a client whose model has no engine at the moment
+        redis            where engines announce themselves; None switches discovery off
+        breaker          of all calls of this gateway
+        discover_s       seconds between looks at the announcements, and how long one look may take
         start_timeout_s  how long an engine that was never reached may turn out to serve any model
-        on_unused      called with the fingerprint of a tokeniser that no known engine has any more; one away for a
-                       moment is known, one that was announced and is gone is not
+        on_unused        called with the fingerprint of a tokeniser that no known engine has any more
         """
         self._connect = connect
         self._retry_after_s = retry_after_s
@@ -85,11 +84,9 @@ class Registry:
         return list(self._clients.values())
 
     def serving(self, model: str) -> Sequence[BundledEngine]:
-        """Engines that are joined and not draining, alike in all that a prompt's tokens and digests depend on.
-
-        Never empty. Raises NoEngineError when the model is known and its engines are away, or may be that of an engine
-        that is still starting, and ModelNotFoundError otherwise.
-        """
+        """Engines that are joined and not draining, alike in all that a prompt's tokens and digests depend on; at least
+        one. Raises NoEngineError when the model is known and its engines are unreachable, or may be that of an engine
+        that is still starting, and ModelNotFoundError otherwise."""
         found: dict[str, BundledEngine] = {}
         for client in self._clients.values():
             if client.joined and client.model == model and not client.draining:
@@ -207,33 +204,22 @@ class EngineFigures:
         self._engines = engines
         self._clock = clock
         self._figures: dict[str, Mapping[str, Any]] = {}  # by URL
-        self._fetched_s: float | None = None
-        self._fetching: asyncio.Task[None] | None = None
+        self._fetched_s = float("-inf")
+        self._one_at_a_time = asyncio.Lock()
 
     async def refresh(self) -> None:
         """Returns when every engine has answered or had its time, at once if they did a moment ago."""
-        if self._fetched_s is not None and self._clock() - self._fetched_s < FRESH_S:
-            return
-        if self._fetching is None:
-            self._fetching = tasks.spawn(self._fetch(), name="engine figures")
-        await asyncio.shield(self._fetching)  # others may wait for the same answers
-
-    def of(self, url: str) -> Mapping[str, Any]:
-        """The engine's last answer, empty without one. Must not be changed."""
-        return self._figures.get(url, {})
-
-    async def close(self) -> None:
-        """Ends what is being fetched."""
-        await tasks.cancel(self._fetching)
-
-    async def _fetch(self) -> None:
-        try:
+        async with self._one_at_a_time:
+            if self._clock() - self._fetched_s < FRESH_S:
+                return
             engines = list(self._engines())
             answers = await asyncio.gather(*(engine.fetch_stats() for engine in engines))
             self._figures = {engine.url: stats for engine, stats in zip(engines, answers, strict=True) if stats}
             self._fetched_s = self._clock()
-        finally:
-            self._fetching = None
+
+    def of(self, url: str) -> Mapping[str, Any]:
+        """The engine's last answer, empty without one. Must not be changed."""
+        return self._figures.get(url, {})
 
 
 async def announced(redis: Redis) -> dict[str, str]:

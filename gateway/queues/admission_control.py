@@ -42,7 +42,7 @@ LITTLE: Final = 0.01
 
 
 class Overload:
-    """Recognises thrashing in one lane. Times are those of any clock that does not go back."""
+    """Recognises thrashing in one queue. Times are those of any clock that does not go back."""
 
     def __init__(self, begins: float) -> None:
         """`begins` is the share from which on it holds."""

@@ -41,7 +41,7 @@ class WaitingRequest(Waiting):
 
 
 class EngineQueue(Generic[E]):
-    """The requests of one lane for engines that are alike."""
+    """The online or batch requests for engines that are alike."""
 
     def __init__(self, settings: QueueSettings, name: Lane = "online") -> None:
         self.engine_slots: dict[str, EngineSlots[E]] = {}  # by incarnation

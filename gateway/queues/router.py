@@ -3,7 +3,7 @@
     score = expected wait + PREFILL_WEIGHT * own prefill         seconds, the least wins
 
 The weight above 1 makes an engine that holds the prefix attractive beyond this one request, because prefilling
-elsewhere takes time from everybody and evicts blocks of others; on real traces 4 was the best (docs/decisions.md). The
+elsewhere takes time from all requests and evicts blocks; on real traces 4 was the best (docs/decisions.md). The
 queue makes a snapshot of the engines, and adds to it what it means to send them.
 """
 
@@ -148,20 +148,6 @@ class LoadSnapshot(Generic[E]):
 
 class _Outlook(Generic[E]):
     """What is in front of a new request at one engine."""
-
-    __slots__ = (
-        "backlog_s",
-        "busy",
-        "engine",
-        "given",
-        "incarnation",
-        "measured",
-        "prefilling_now",
-        "slots",
-        "step_s",
-        "tokens_per_s",
-        "turn_s",
-    )
 
     def __init__(self, slots: EngineSlots[E], load: Load, tokens_per_s: float, lane: Lane) -> None:
         engine, hello = slots.engine, slots.engine.hello

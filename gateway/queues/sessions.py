@@ -1,5 +1,5 @@
 """Sessions that take turns at the engines: which prefix is in which cache, which of them are kept, and after how long
-sessions come back; and which engine was sent a prefix of the batch lane. Pure: no I/O, no clock.
+sessions come back; and which engine was sent a prefix of batch requests. Pure: no I/O, no clock.
 
 A prompt that begins with all that is remembered of an earlier one is the next turn of its session. Of each a few
 digests are remembered, two for each doubling of its length, so what is known of a prompt may be a third too short.
@@ -38,7 +38,7 @@ SOON_S: Final = 30.0
 """Blocks of a session are kept that is more likely than not to be back within that time."""
 
 TTL_RANGE_S: Final = (1.0, 120.0)
-"""Shortest and longest time for which the blocks of a session that is away are kept."""
+"""Shortest and longest time for which the blocks of a paused session are kept."""
 
 GAPS: Final = 256
 """Times between turns that are learned from."""
@@ -75,7 +75,7 @@ class PrefixAffinity:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One that was sent somewhere. `waiting` are its turns that wait in the lane."""
+    """A session of which a turn was sent. `waiting` counts its turns in the queue."""
 
     incarnation: str
     blocks: int
@@ -85,10 +85,10 @@ class Session:
 
 
 class Sessions:
-    """Of one lane."""
+    """Those of one queue."""
 
     def __init__(self) -> None:
-        self.kept_s = TTL_RANGE_S[1]  # so long blocks of a session that is away are kept
+        self.kept_s = TTL_RANGE_S[1]  # so long blocks of a paused session are kept
         self._sessions: OrderedDict[Session, None] = OrderedDict()  # the newest last, as in the next two
         self._by_position: dict[bytes, Session] = {}  # the last one that passed there
         self._cached: dict[str, OrderedDict[Session, None]] = {}  # by engine; none is empty

@@ -1,4 +1,5 @@
-"""Slots at the engines: a bounded number for each, and a fair queue in front of those that are alike, for each lane.
+"""Slots at the engines: a bounded number for each, and two fair queues, online and batch, in front of engines that are
+alike.
 
 Single event loop, no locks: every change happens between two awaits. engine_queue.py decides which request goes where,
 the gate (gateway/gate.py) holds those that wait; this gives them a clock, deadlines and limits. The pipeline asks for a
@@ -8,9 +9,9 @@ slot; app.py reports when an engine has joined, is gone, or has reported its loa
     wait      requests for one model wait together, whatever engine they will go to
     refuse    too many wait: QueueFullError with the time after which trying again makes sense
 
-The batch lane has slots of its own, so that no online request ever waits for one that it holds: as many as the engine
-could run beside what the online lane has there, and none while an online request waits, or is still to be prefilled.
-Those who send batch requests bound how many wait; these wait until their own deadline.
+Batch requests have slots of their own, so that no online request waits for them: as many as the engine could run beside
+the online ones, and none while an online request waits or is still to be prefilled. Their sender bounds how many wait;
+they wait until their own deadline.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class OverloadStatus:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """What /metrics and /admin/stats show of a lane."""
+    """What /metrics and /admin/stats show of the online or the batch queue."""
 
     waiting: int
     in_flight: dict[str, int]  # by engine name
@@ -60,7 +61,7 @@ class QueueStatus:
     refused: int
     expired: int
     abandoned: int  # waiting requests whose client left
-    overload: dict[str, OverloadStatus]  # by model; empty for the batch lane
+    overload: dict[str, OverloadStatus]  # by model; empty for the batch queue
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +170,7 @@ class SlotQueue(Generic[E]):
 
     @property
     def waiting(self) -> int:
-        """Requests of the online lane that wait for a slot."""
+        """Online requests that wait for a slot."""
         return self._gates["online"].waiting
 
     # -- a request ----------------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ class SlotQueue(Generic[E]):
             assigned = group.queues[lane].assign(self._clock()) if unused else []
 
     def _leave_over(self, group: _Group[E]) -> None:
-        """Sets how many slots the batch lane may have at each engine now: none while an online request waits."""
+        """Sets how many slots batch requests may have at each engine now: none while an online request waits."""
         for incarnation, slots in group.batch.engine_slots.items():
             most = self._settings.batch_slots_per_engine or slots.engine.hello.max_sequences
             slots.total = 0 if len(group.online) else _left_over(group.online.engine_slots[incarnation], most)
@@ -300,8 +301,8 @@ class SlotQueue(Generic[E]):
 
 
 def _left_over(slots: EngineSlots[E], most: int) -> int:
-    """How many of the batch lane's `most` slots at an engine the online lane (`slots`) leaves: sequences that the
-    engine could run besides, and none before what is to be prefilled for the online lane is."""
+    """How many of `most` batch slots at an engine the online queue (`slots`) leaves: sequences that the engine could
+    run besides, and none before all online prompts are prefilled."""
     load = slots.engine.load
     if load.prefill_backlog > load.batch_backlog:
         return 0

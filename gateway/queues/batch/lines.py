@@ -30,6 +30,7 @@ MODEL_CHARS: Final = 200
 """Of a model's name. It comes from clients; what is longer and begins alike shares a lane, and nothing else."""
 
 Kind = Literal["succeeded", "failed", "cancelled", "expired"]
+KINDS: Final[tuple[Kind, ...]] = ("succeeded", "failed", "cancelled", "expired")
 
 
 class Claim(NamedTuple):
@@ -87,7 +88,7 @@ class _Job:
 
 @dataclass
 class _Model:
-    """Whose turn it is."""
+    """The turns of tenants."""
 
     turns: dict[str, int] = field(default_factory=dict)  # of tenants with lines
     now: int = 0

@@ -2,9 +2,9 @@
 
     place = path | job | line | tokens
 
-A path is the beginning of the chain digests at a ladder of depths. A digest stands for the whole prompt to its block:
-who has the same first entries shares the prefix up to there, and stands side by side in byte order. Entries that are
-equal by chance cost an order that is not the best, and nothing else.
+A path is the beginning of the chain digests at a ladder of depths. A digest stands for the prompt up to its block, so
+lines with the same first entries share that prefix, and are neighbours in byte order. A collision of entries costs a
+worse order and nothing else.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def place_of(path: bytes, ref: Ref, tokens: int) -> bytes:
 
 
 def ref_at(place: bytes) -> Ref:
-    """Whose place it is."""
+    """The line of a place."""
     return ref_of(place[-_REF.size - _TOKENS.size : -_TOKENS.size])
 
 

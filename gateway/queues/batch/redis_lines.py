@@ -23,13 +23,12 @@ from functools import partial
 from typing import Any, Final
 
 from gateway.queues.batch.base import Counts, LinePlan
-from gateway.queues.batch.lines import MODEL_CHARS, QUANTUM_TOKENS, Claim, Kind, Progress, Result
+from gateway.queues.batch.lines import KINDS, MODEL_CHARS, QUANTUM_TOKENS, Claim, Kind, Progress, Result
 from gateway.queues.batch.paths import MAX_TOKENS, Ref, path_of, ref_at, ref_bytes, ref_of
 from gateway.queues.batch.redis_jobs import PREFIX, STORE, RedisScripts
 from gateway.storage.redis_calls import read_or_skip
 from gateway.types import Usage
 
-KINDS: Final[tuple[Kind, ...]] = ("succeeded", "failed", "cancelled", "expired")
 TOKENS: Final = ("prompt_tokens", "completion_tokens", "cached_tokens", "cache_write_tokens")
 LOOK_AT: Final = 1000
 """Lines whose lease is over that are looked at to find those which may be taken over."""

@@ -19,7 +19,7 @@ from gateway.errors import MAX_DEAD_ENGINES, OverloadedError, StorageError, Stor
 from gateway.native import no_panic
 from gateway.queues.batch.base import NO_USAGE, Job, LineResult, Runner
 from gateway.queues.batch.job import why_dropped
-from gateway.queues.batch.lines import Claim, Kind, Result
+from gateway.queues.batch.lines import KINDS, Claim, Result
 from gateway.queues.batch.paths import Ref
 from gateway.queues.batch.pauses import Pauses
 from gateway.queues.batch.store import Stores
@@ -70,9 +70,8 @@ class RunningLines:
     def figures(self) -> dict[str, int]:
         """How many lines run, how many models are paused; and since the start: results by kind, lines that were put
         back, and lines that were taken over from another gateway."""
-        kinds: tuple[Kind, ...] = ("succeeded", "failed", "cancelled", "expired")
         figures = {"in_flight": len(self), "paused_models": self.pauses.num_paused()}
-        return figures | {name: self._counted[name] for name in (*kinds, "put_back", "taken_over")}
+        return figures | {name: self._counted[name] for name in (*KINDS, "put_back", "taken_over")}
 
     async def put_all_back(self) -> None:
         """Puts all lines back. Raises OverloadedError."""

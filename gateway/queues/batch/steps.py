@@ -18,7 +18,7 @@ from gateway.queues.batch import job as states
 from gateway.queues.batch.base import Checked, Job, JobError, LinePlan, Runner, Unrun
 from gateway.queues.batch.folder import num_fitting
 from gateway.queues.batch.job import Step, new_id, next_step, why_dropped
-from gateway.queues.batch.lines import Kind, Progress, Result
+from gateway.queues.batch.lines import KINDS, Kind, Progress, Result
 from gateway.queues.batch.store import FILE_PURPOSE, Stores
 
 log = logging.getLogger(__name__)
@@ -47,9 +47,6 @@ NO_ENGINE: Final = JobError(
     "model_not_available", "Nobody serves its model now: the engines are away, or there are none."
 )
 """The error of a job whose lines cannot be planned."""
-
-OK: Final[tuple[Kind, ...]] = ("succeeded",)
-NOT_OK: Final[tuple[Kind, ...]] = ("failed", "cancelled", "expired")
 
 
 class HeldUpError(Exception):
@@ -198,9 +195,9 @@ class Steps:
         has_errors = job.in_files and counts.succeeded + counts.failed > 0 and counts.succeeded < counts.total
         try:
             if has_output:
-                await self._add(job, output, "output", OK)
+                await self._add(job, output, "output", KINDS[:1])
             if has_errors:
-                await self._add(job, errors, "errors", NOT_OK)
+                await self._add(job, errors, "errors", KINDS[1:])
             if not job.in_files:
                 await self._put_results(job)
         except OverloadedError:
@@ -217,7 +214,7 @@ class Steps:
 
     async def _put_results(self, job: Job) -> None:
         with self._folder.writing(job) as part:
-            async with aclosing(self._results(job, (*OK, *NOT_OK))) as chunks:
+            async with aclosing(self._results(job, KINDS)) as chunks:
                 async for chunk in chunks:
                     await asyncio.to_thread(part.write, chunk)
             await asyncio.to_thread(self._folder.put_results, job, part)
