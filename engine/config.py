@@ -71,7 +71,7 @@ class EngineSettings(Section):
     max_waiting: ClassVar = 4096
     """Sequences that wait in the engine; gateways send no more than they have slots."""
     step_tokens: Annotated[int, Field(ge=16)] = 1024
-    """Tokens computed in one step: all running decodes plus chunks of prefills."""
+    """Prefilled tokens of one step, beside one token for each running decode."""
     batch_step_tokens: ClassVar = 256
     """Prefilled tokens of the batch queue in one step; at least `prefill_grid_tokens` + 8."""
     prefill_grid_tokens: ClassVar = 256

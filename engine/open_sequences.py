@@ -1,13 +1,8 @@
 """Sequences that are not finished, by owner: what a step computed for them, what their owners are told, how they end.
 
-               the prompt's last tokens are in this step, or were
-    source ------------------------------------------------------> its blocks and its last row
-                                                                       |
-    fork    waiting ----------------------------------------------> running, with nothing left to compute
-
 Sequences of one group are siblings if they really have the same prompt. The first of them computes it. The others wait
-for that, take its blocks, and sample from the same row of logits, each with its own seed; so does one that comes later,
-as long as one of them runs. Without a source a sequence is admitted like any other.
+for that, take its blocks, and sample from the same row of logits, each with its own seed; so does one that arrives
+later, as long as one of them runs. Without a source a sequence is admitted like any other.
 
 Pure bookkeeping: no model, no clock. The only way out for a sequence is here: it takes it out of everything that it is
 in. engine/scheduler.py adds sequences, aborts them, and hands over steps and results. An error in the result of one
@@ -29,7 +24,6 @@ from engine.sequence import (
     NOT_FINITE,
     ROW_FAILED,
     Counters,
-    Fork,
     Sequence,
     Siblings,
     Status,
@@ -125,8 +119,6 @@ class OpenSequences:
         late = {s for s, result in zip(sequences, results, strict=True) if result == MASK_LATE}
         for work in step.work:
             self._guard(work.sequence, self._take_computed, work, now, work.sequence in late)
-        for fork in step.forks:
-            self._guard(fork.sequence, self._take_forked, fork, now)
         for sequence, result in zip(sequences, results, strict=True):
             if result == NO_TOKEN:
                 self._guard(sequence, self._fail_grammar, sequence)
@@ -159,11 +151,6 @@ class OpenSequences:
         self._claims.register(sequence, now)
         if work.samples and is_prefill(work):
             self._tables.save(sequence)
-
-    def _take_forked(self, fork: Fork, now: float) -> None:
-        self._tables.follow(fork.sequence, fork.source)
-        self._claims.register(fork.sequence, now)
-        fork.sequence.prompt_logprobs = fork.source.prompt_logprobs
 
     def _append(self, sequence: Sequence, token: int, now: float) -> None:
         update = SequenceUpdate(sequence.seq)

@@ -1,14 +1,13 @@
-"""Decides what the next step computes: who runs, who waits, and who gives its blocks back.
+"""Decides what the next step computes: which sequences run, wait, and give their blocks back.
 
-Continuous batching under one token budget: every running decode gets its token, prefills get what is left, cut on a
-canonical grid so that a warm answer is computed like a cold one. Within a queue tenants take turns by prefilled tokens
-(`Turns`), so that a backlog of one is not in front of another's short prompt; while several tenants are in the
-online queue its prefills are cut small, because the others wait for the step that runs. Who runs out of blocks is
+Continuous batching: every running decode gets its token, prefills share a token budget and are cut on a canonical grid
+so that a warm answer is computed like a cold one. Within a queue tenants take turns by prefilled tokens (`Turns`), so
+that a backlog of one is not in front of another's short prompt; while several tenants are in the online queue its
+prefills are cut small, because the others wait for the step that runs. When blocks run out sequences are preempted and
 recomputed later: the youngest first, batch before online. Leases give way last.
 
-The batch lane gets what the online lane leaves of a step, and leaves the step while anything is to be prefilled for the
-online lane. Its own prefills are cut small, because whoever arrives in the online lane waits for the step that runs.
-Batch sequences are preempted for an online one only if that makes room for it.
+The batch queue is not in a step that prefills for the online queue. Its own prefills are cut small, because online
+arrivals wait for the step that runs.
 
 Pure bookkeeping, no model and no clock. engine/scheduler.py makes a step of a plan; engine/tables.py has the blocks.
 """
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from engine.config import EngineSettings
 from engine.leases.claims import Claims
 from engine.protocol import LANES, Lane
-from engine.sequence import Copy, Counters, Fork, Sequence, Status, Step, Work
+from engine.sequence import Copy, Counters, Sequence, Status, Step, Work
 from engine.tables import MIN_TAIL_TOKENS, BlockTables
 
 COPY_WAIT_S = 2.0
@@ -47,13 +46,11 @@ class _Admission:
     computing   index and digest of the block that each running prefill computes next
     most_held   blocks of the tenant whose sequence finds no room; only those with fewer are admitted past it, so it
                 waits for its own sequences, and for those of tenants that hold as much
-    looked_at   waiting sequences since the budget was used up
     """
 
     computing: list[tuple[int, bytes]]
     is_open: bool
     most_held: int | None = None
-    looked_at: int = 0
 
 
 class Planner:
@@ -69,70 +66,56 @@ class Planner:
         self._leases = claims.leases
         self._counters = counters
         self._block_size = tables.pool.block_size
-        self._step_tokens = settings.step_tokens
-        self._max_running = min(settings.max_sequences, settings.step_tokens)  # every decode fits in a step
+        self._max_running = settings.max_sequences
         self._grid = min(settings.prefill_grid_tokens, settings.step_tokens)
-        # Some more than the grid, so that there is always a place to cut, however many decodes are in the step.
-        least = self._grid + 2 * MIN_TAIL_TOKENS
-        self._batch_tokens = max(settings.batch_step_tokens, least)
-        self._shared_tokens = max(SHARED_PREFILL_TOKENS, least)
+        # Some more than the grid, so that there is always a place to cut.
+        self._least_tokens = self._grid + 2 * MIN_TAIL_TOKENS
+        self._step_tokens = max(settings.step_tokens, self._least_tokens)
+        self._batch_tokens = min(max(settings.batch_step_tokens, self._least_tokens), self._step_tokens)
+        self._shared_tokens = min(max(SHARED_PREFILL_TOKENS, self._least_tokens), self._step_tokens)
         self._turns: dict[Lane, Turns] = {lane: Turns() for lane in LANES}
-        self._prefills_first: set[Lane] = set()
         self._batch_passed = 0  # steps in a row that the batch lane was not in
         self._waiting_since_s: float | None = None  # the head of a queue for copies, while nothing runs
 
     def plan(self, now: float) -> Plan:
         """What the next step computes; empty when there is nothing to do, or nothing before a copy is done."""
-        plan = Plan(self._step_tokens, now)
+        plan = Plan(now)
         if self._batch_passed == BATCH_TURN_STEPS:
             self._batch_passed = 0
             self._plan_decodes("batch", plan)
-        self._plan_lane("online", plan, self._shared_tokens if self._lanes.has_several_tenants("online") else None)
-        if plan.has_prefill or plan.too_small:
+        self._plan_queue("online", plan)
+        if plan.has_prefill:
             self._batch_passed += 1
         else:
             self._batch_passed = 0
-            self._plan_lane("batch", plan, self._batch_tokens)
-        if plan.is_empty:  # everything was preempted, or nothing ran: whoever waits longest has the pool to itself
-            self._tables.settle()  # a block that was to be copied may be all that was missing
+            self._plan_queue("batch", plan)
+        if plan.is_empty:  # everything was preempted, or nothing ran: the oldest sequence has the pool to itself
             plan.blocked = False
             for lane in LANES:
                 if not plan.has_prefill:
                     self._plan_prefills(lane, plan)
         return plan
 
-    def _plan_lane(self, lane: Lane, plan: Plan, prefill_tokens: int | None = None) -> None:
-        """The queue's decodes, and so many tokens of its prefills; as many as the budget has when not given."""
-        kept_back = 0
-        if prefill_tokens is not None:
-            kept_back = max(0, plan.budget - self._lanes.count_running(lane) - prefill_tokens)
-        plan.budget -= kept_back
-        if lane in self._prefills_first:
-            self._plan_prefills(lane, plan)
-            self._plan_decodes(lane, plan)
-        else:
-            self._plan_decodes(lane, plan)
-            self._plan_prefills(lane, plan)
-        plan.budget += kept_back
-        # A prefill that decodes leave too little room for goes first the next time, and decodes take what it leaves.
-        if plan.first_too_small:
-            self._prefills_first.add(lane)
-        else:
-            self._prefills_first.discard(lane)
-        plan.first_too_small = False
+    def _plan_queue(self, lane: Lane, plan: Plan) -> None:
+        self._plan_decodes(lane, plan)
+        self._plan_forks(lane, plan)
+        self._plan_prefills(lane, plan)
+
+    def _prefill_budget(self, lane: Lane) -> int:
+        if lane == "batch":
+            return self._batch_tokens
+        return self._shared_tokens if self._lanes.has_several_tenants(lane) else self._step_tokens
 
     # -- decodes ------------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, lane: Lane, plan: Plan) -> None:
+        """One token for each sequence whose prompt is computed."""
         size, work = self._block_size, plan.work
         decodes = [s for s in self._lanes.running(lane) if len(s.tokens) - s.num_computed == 1 and s.can_sample]
         for sequence in decodes:
-            if plan.budget < 1:
-                return
             if sequence.status is not Status.RUNNING or sequence in work:
                 continue
-            has_room = len(sequence.block_table) * size >= len(sequence.tokens) and not sequence.shares_tail
-            if has_room or self._grow(sequence, plan):
+            if len(sequence.block_table) * size >= len(sequence.tokens) or self._grow(sequence, plan):
                 plan.add(sequence, 1)
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
@@ -149,14 +132,27 @@ class Planner:
         return True
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        """Back to the head of its lane, to be recomputed, and with it who forks from it in this step.
-        Registered blocks stay findable until they are evicted."""
-        for fork in plan.forks_of(sequence):
-            self._preempt(fork, plan)
-        plan.drop(sequence)
+        """Back to the head of its queue, to be recomputed. Registered blocks stay findable until they are evicted."""
+        plan.work.pop(sequence, None)
         self._tables.release(sequence)
         self._lanes.put_back(sequence)
         self._counters.preemptions += 1
+
+    # -- forks --------------------------------------------------------------------------------------------------------
+
+    def _plan_forks(self, lane: Lane, plan: Plan) -> None:
+        """Siblings of a sequence whose prompt is computed take its blocks, and sample from its row of logits."""
+        for source in list(self._lanes.running(lane)):
+            if source.siblings is None or source.siblings.row is None:
+                continue
+            if source.num_computed == source.num_tokens:  # a fork whose mask was late
+                if source.can_sample:
+                    plan.fork(source)
+            elif source.num_tokens - source.num_computed == 1 and not plan.blocked and not plan.preempted:
+                for fork in source.siblings.waiting:
+                    if not self._make_room(fork, plan, source):
+                        return
+                    plan.fork(fork)
 
     # -- prefills -----------------------------------------------------------------------------------------------------
 
@@ -164,6 +160,7 @@ class Planner:
         """Tenants in turn, of each tenant what runs before what waits."""
         turns = self._turns[lane]
         admission = _Admission(self._computed_next(lane), is_open=not plan.blocked)
+        plan.budget = self._prefill_budget(lane)
         for sequence in turns.in_turn(self._lanes.unprefilled(lane, self._max_running)):
             budget = plan.budget
             if sequence.status is Status.WAITING:
@@ -172,37 +169,35 @@ class Planner:
                 self._plan_chunk(sequence, plan)
             if plan.budget < budget:
                 turns.took(sequence.tenant, budget - plan.budget)
-            if admission.looked_at > self._max_running:
+            if plan.budget < 1:
                 return
 
     def _plan_chunk(self, sequence: Sequence, plan: Plan) -> bool:
-        start, end = sequence.num_computed, sequence.num_tokens
-        budget = plan.budget
+        """The next tokens of a running prefill. False when what is left of the budget does not reach its next cut."""
+        start, budget = sequence.num_computed, plan.budget
         if sequence.sampling.prompt_logprobs is not None:  # each of its tokens brings a row of the whole vocabulary
-            budget = min(budget, self._grid + 2 * MIN_TAIL_TOKENS)
-        cut = choose_cut(start, end, budget, self._grid, forced=not plan.work)
+            budget = min(budget, self._least_tokens)
+        cut = choose_cut(start, sequence.num_tokens, budget, self._grid)
         if cut is None:
-            plan.first_too_small = plan.first_too_small or not plan.has_prefill
-            plan.too_small = True
             return False
         plan.add(sequence, cut - start)
+        plan.budget -= cut - start
         return True
 
     def _admit(self, sequence: Sequence, plan: Plan, admission: _Admission) -> None:
-        """Lets a waiting sequence run, if there are a slot, blocks and budget. A fork takes nothing of the budget."""
-        if not admission.is_open or (plan.preempted and plan.work):
+        """Lets a waiting sequence run, if there are a slot, blocks and budget."""
+        if not admission.is_open or (plan.preempted and not plan.is_empty):
             return
-        admission.looked_at += plan.budget < 1
         if admission.most_held is not None and self._held_by(sequence) >= admission.most_held:
             return
-        source, is_computed = find_source(sequence, plan)
-        if source is None and (plan.budget < 1 or self._waits_for_another(sequence, is_computed, plan, admission)):
+        if self._waits_for_another(sequence, plan, admission):
             return
-        if not self._make_room(sequence, plan, source):
+        if plan.budget < min(sequence.num_tokens - sequence.findable_tokens, self._least_tokens):
+            admission.is_open = False  # it would hold blocks and a slot, and not run
+            return
+        if not self._make_room(sequence, plan):
             plan.blocked = True
             admission.most_held = self._held_by(sequence)
-        elif source is not None:
-            plan.fork(sequence, source)
         elif sequence.status is Status.WAITING:
             return  # for a part of its prefix that is on its way from a lower tier
         elif self._plan_chunk(sequence, plan):
@@ -210,10 +205,12 @@ class Planner:
         else:
             admission.is_open = False  # it has its blocks, and starts when the budget reaches its first cut
 
-    def _waits_for_another(self, sequence: Sequence, is_computed: bool, plan: Plan, admission: _Admission) -> bool:
-        """Whether what it needs first is being computed by another sequence, or copied from a lower tier."""
+    def _waits_for_another(self, sequence: Sequence, plan: Plan, admission: _Admission) -> bool:
+        """True if the blocks that it needs first are being computed by another sequence, or copied from a lower
+        tier."""
         reusable = min(len(sequence.digests), self._tables.count_reusable(sequence))
-        if is_computed or any(i < reusable and sequence.digests[i] == digest for i, digest in admission.computing):
+        is_computed = any(i < reusable and sequence.digests[i] == digest for i, digest in admission.computing)
+        if is_computed or (sequence.siblings is not None and sequence.siblings.computes(sequence)):
             self._counters.shared_waits += 1
             return True
         return self._tiers.is_restoring(sequence.digests, plan.now)
@@ -225,43 +222,31 @@ class Planner:
         )
 
     def _make_room(self, sequence: Sequence, plan: Plan, source: Sequence | None = None) -> bool:
-        """Admits a sequence if there are a slot and blocks for it, or for it as a fork of its source, which is in the
-        same lane; the online lane takes them from the batch lane if that has enough, unless a prefill of it waits for a
-        larger budget.
-        A sequence whose prefix comes back from a lower tier keeps waiting, and has the room that it needs."""
-        preempts = False
+        """Admits a sequence if there are a slot and blocks for it, or for it as a fork of its source; an online one
+        takes them from batch sequences. A sequence whose prefix comes back from a lower tier keeps waiting, and has the
+        room that it needs."""
         while True:
             has_slot = self._lanes.num_running + self._tiers.count_restoring(plan.now) < self._max_running
             if has_slot:
                 # Every sequence that runs may want one more block before one of them ends.
                 headroom = self._lanes.num_running
-                if source is not None:
-                    fresh = self._tables.fork(sequence, source, headroom)
-                elif restored := self._tables.restore(sequence, headroom, plan.now):
+                if source is None and (restored := self._tables.restore(sequence, headroom, plan.now)):
                     plan.drop_fresh(restored)
                     return True
+                if source is not None:
+                    fresh = self._tables.fork(sequence, source, headroom, plan.copies)
                 else:
                     fresh = self._tables.admit(sequence, headroom)
                 if fresh is not None:
                     self._start(sequence, plan.now, source)
                     plan.add_fresh(fresh)
                     return True
-            if sequence.lane == "online" and self._lanes.count_running("batch") and not plan.too_small and not preempts:
-                preempts = self._fits_without_batch(sequence, plan.now, source)
-            if preempts and self._lanes.count_running("batch"):
+            if sequence.lane == "online" and self._lanes.count_running("batch"):
                 self._preempt(self._lanes.choose_victim(), plan)
             elif self._lanes.num_running or not has_slot or self._waits_for_copies(plan.now):
-                return False  # whoever runs or is copied will end
+                return False  # a running sequence or a copy will end
             elif not self._leases.give_way(plan.now):
                 return False  # what is left is being copied, and takes its time
-
-    def _fits_without_batch(self, sequence: Sequence, now: float, source: Sequence | None) -> bool:
-        """Whether there would be a slot and blocks for an online sequence if nothing of the batch queue ran."""
-        batch = list(self._lanes.running("batch"))
-        others = self._lanes.num_running - len(batch)
-        if others + self._tiers.count_restoring(now) >= self._max_running:
-            return False
-        return self._tables.fits_without(batch, sequence, others, is_fork=source is not None)
 
     def _waits_for_copies(self, now: float) -> bool:
         """Whether copies may make room soon: they let go of blocks, and a lease of what was saved moves down. Not for
@@ -283,7 +268,10 @@ class Planner:
             self._counters.prompt_tokens += sequence.num_prompt
             self._counters.cached_tokens += sequence.num_computed
             self._counters.shared_tokens += max(0, sequence.num_computed - sequence.findable_tokens)
-        self._claims.admit(sequence, now)
+        if source is None:
+            self._claims.admit(sequence, now)
+        else:
+            self._claims.fork(sequence, source, now)
 
     def _computed_next(self, lane: Lane) -> list[tuple[int, bytes]]:
         """Index and digest of the block that each running prefill computes next.
@@ -300,11 +288,11 @@ class Planner:
         return found
 
 
-def choose_cut(start: int, end: int, budget: int, grid: int, *, forced: bool = False) -> int | None:
+def choose_cut(start: int, end: int, budget: int, grid: int) -> int | None:
     """Where a prefill from `start` towards `end` stops in this step, or None when it should wait for a larger budget.
 
-    The end itself if the budget reaches it, else the last multiple of `grid` that it reaches; no piece is smaller
-    than MIN_TAIL_TOKENS. A `forced` prefill goes as far as the budget allows when it reaches no such place.
+    The end itself if the budget reaches it, else the last multiple of `grid` that it reaches; no chunk is smaller
+    than MIN_TAIL_TOKENS. A budget of grid + 2 * MIN_TAIL_TOKENS always reaches one.
     """
     if end - start <= budget:
         return end
@@ -314,7 +302,7 @@ def choose_cut(start: int, end: int, budget: int, grid: int, *, forced: bool = F
         if end - cut >= MIN_TAIL_TOKENS:
             return cut
         cut -= grid
-    return max(start + 1, min(reach, end - MIN_TAIL_TOKENS)) if forced and budget > 0 else None
+    return None
 
 
 def is_prefill(work: Work) -> bool:
@@ -324,42 +312,29 @@ def is_prefill(work: Work) -> bool:
 
 @dataclass(slots=True)
 class Plan:
-    """Work is kept by sequence, because a preemption takes out what was planned already."""
+    """What a step will compute. Work is kept by sequence, because a preemption takes out what was planned already."""
 
-    budget: int  # tokens that are left
     now: float  # monotonic second
+    budget: int = 0  # tokens of prefill that are left
     work: dict[Sequence, Work] = field(default_factory=dict)
-    forks: dict[Sequence, Sequence] = field(default_factory=dict)  # who samples from the row of whom
+    forks: list[Sequence] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     fresh: dict[int, None] = field(default_factory=dict)  # new blocks, each once
-    too_small: bool = False  # a prefill waits because the budget that is left does not reach its next cut
-    first_too_small: bool = False  # and nothing is prefilled before it in this step
-    preempted: bool = False  # for want of blocks: nobody is admitted unless nothing else would run
-    blocked: bool = False  # an online sequence waits for a slot or blocks: nothing of the batch lane is admitted
+    preempted: bool = False  # for want of blocks: no sequence is admitted unless nothing else would run
+    blocked: bool = False  # an online sequence waits for a slot or blocks: no batch sequence is admitted
 
     def add(self, sequence: Sequence, count: int) -> None:
         """The next `count` tokens of a sequence that is not in the plan yet."""
         start = sequence.num_computed
         self.work[sequence] = Work(sequence, start, count, samples=start + count == sequence.num_tokens)
-        self.budget -= count
         if sequence.scheduled_s is None:
             sequence.scheduled_s = self.now
 
-    def fork(self, sequence: Sequence, source: Sequence) -> None:
+    def fork(self, sequence: Sequence) -> None:
         """A sequence that has nothing left to compute: it samples."""
-        self.forks[sequence] = source
+        self.forks.append(sequence)
         if sequence.scheduled_s is None:
             sequence.scheduled_s = self.now
-
-    def forks_of(self, source: Sequence) -> list[Sequence]:
-        """Who forks in this step from a source, perhaps from what it is about to compute."""
-        return [fork for fork, its_source in self.forks.items() if its_source is source]
-
-    def drop(self, sequence: Sequence) -> None:
-        """Takes a sequence out again. New blocks of it stay in `fresh`: to zero one that is free harms nobody."""
-        self.forks.pop(sequence, None)
-        work = self.work.pop(sequence, None)
-        if work is not None:
-            self.budget += work.count
 
     def add_fresh(self, blocks: list[int]) -> None:
         self.fresh.update(dict.fromkeys(blocks))
@@ -377,9 +352,8 @@ class Plan:
     def is_empty(self) -> bool:
         return not self.work and not self.forks
 
-    def step(self, copies: list[Copy]) -> Step:
-        forks = [Fork(sequence, source) for sequence, source in self.forks.items()]
-        return Step(list(self.work.values()), list(self.fresh), copies, forks)
+    def step(self) -> Step:
+        return Step(list(self.work.values()), list(self.fresh), self.copies, self.forks)
 
 
 class Lanes:
@@ -512,22 +486,3 @@ class Turns:
 
     def _stands(self, tenant: str) -> int:
         return max(self._now, self._next.get(tenant, 0))
-
-
-def find_source(sequence: Sequence, plan: Plan) -> tuple[Sequence | None, bool]:
-    """From whom a waiting sequence can fork in this step; and whether it should wait, because a sibling computes their
-    prompt and is not done."""
-    siblings, is_computed = sequence.siblings, False
-    if siblings is None or sequence.num_generated:
-        return None, False
-    for other in siblings.members:
-        if other.status is not Status.RUNNING:
-            continue
-        if other.num_generated:  # not one that recomputes what a preemption took
-            if siblings.row is not None and other.num_tokens - other.num_computed == 1:
-                return other, False
-        elif (work := plan.work.get(other)) is not None and work.samples:
-            return other, False
-        else:
-            is_computed = True
-    return None, is_computed

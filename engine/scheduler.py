@@ -208,7 +208,7 @@ class Scheduler:
         files       are gone when `done` is called
 
         What requests that come later compute is kept as usual. `done` is called once, perhaps before this returns; with
-        None when as many purges wait as may.
+        None when the start is not over or too many purges wait.
         """
         if not self.tiers.can_purge:
             done(None)
@@ -232,27 +232,22 @@ class Scheduler:
         """
         self.leases.expire(now)
         self.pool.advance(now)
-        self.tables.settle()
         plan = self._planner.plan(now)
         if plan.is_empty:
-            self.tables.settle()
             assert not self.has_work or self.tiers.busy or self.waits_for_masks, "sequences are left and none can run"
             return None
         self.counters.steps += 1
-        copies = self.tables.take_copies()
-        self.counters.copied_blocks += len(copies)
-        return plan.step(copies)
+        self.counters.copied_blocks += len(plan.copies)
+        return plan.step()
 
     def commit(self, step: Step, results: list[int | None], now: float) -> None:
         """Takes the results of a step that succeeded, one for each work and fork: full blocks become findable, tokens
         are appended, sequences that are at their end are finished."""
         self.pool.advance(now)
-        self.tables.settle()
         self._sequences.take(step, results, now)
 
     def fail(self, step: Step, error: str) -> None:
         """The step did not succeed: its sequences end with an error, and nothing that it wrote becomes findable."""
-        self.tables.settle()
         for sequence in step.sequences:
             if sequence.status is Status.RUNNING:
                 self._sequences.fail(sequence, error)
@@ -265,7 +260,6 @@ class Scheduler:
 
     def give_up(self, step: Step) -> None:
         """The step was not computed. Its sequences stay as they were, and are planned for anew."""
-        self.tables.settle()
         self.counters.steps_given_up += 1
 
     def take_updates(self) -> dict[str, list[SequenceUpdate]]:

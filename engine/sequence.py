@@ -59,7 +59,6 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_registered: int = 0  # leading blocks of block_table that the pool can find by digest
-    shares_tail: bool = False  # a fork that has written nothing: the last block of its prompt is its source's
     cached_tokens: int | None = None  # prompt tokens reused at the first admission; later admissions do not change it
     findable_tokens: int = 0  # leading tokens that could be reused when it arrived
     restored: bool = False  # lower tiers were asked for its prefix since it ran last
@@ -76,6 +75,13 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def row(self) -> Any:
+        """Logits behind the prompt, (vocab_size,), of a sequence that forks."""
+        assert self.siblings is not None, "a fork has siblings"
+        assert self.siblings.row is not None, "there is no row to fork from"
+        return self.siblings.row
 
     @property
     def can_sample(self) -> bool:
@@ -103,6 +109,16 @@ class Siblings:
         """Whether there is, or will be, one that has no token yet; besides the one that asks, which has none."""
         return self.arrived < self.size or sum(not member.num_generated for member in self.members) > 1
 
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Those that may fork."""
+        return [member for member in self.members if member.status is Status.WAITING and not member.num_generated]
+
+    def computes(self, sequence: Sequence) -> bool:
+        """Whether one that waits will be able to fork: another one has computed the prompt, or does."""
+        running = (member for member in self.members if member.status is Status.RUNNING)
+        return not sequence.num_generated and any(self.row is not None or not other.num_generated for other in running)
+
     def settle(self) -> None:
         """One of them has its first token or has ended: the row is let go of when nobody waits for one any more."""
         if self.arrived >= self.size and all(member.num_generated for member in self.members):
@@ -117,21 +133,6 @@ class Work:
     start: int
     count: int
     samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """One sequence that samples its first token from its siblings' row, which `source` has or gets in this step."""
-
-    sequence: Sequence
-    source: Sequence
-
-    @property
-    def row(self) -> Any:
-        siblings = self.sequence.siblings
-        assert siblings is not None, "a fork has siblings"
-        assert siblings.row is not None, "there is no row to fork from"
-        return siblings.row
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class Step:
     work: list[Work]
     fresh_blocks: list[int] = field(default_factory=list)  # to be zeroed before the step writes into them
     copies: list[Copy] = field(default_factory=list)
-    forks: list[Fork] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)  # that sample from the row of their siblings
     unwanted: Callable[[], bool] | None = None  # asked while it is computed, whether to give it up; None: to its end
 
     @property
@@ -165,12 +166,12 @@ class Step:
     @property
     def sequences(self) -> list[Sequence]:
         """In the order of the results."""
-        return [work.sequence for work in self.work] + [fork.sequence for fork in self.forks]
+        return [work.sequence for work in self.work] + self.forks
 
     @property
     def sampled(self) -> list[Sequence]:
         """Those that sample, in the same order."""
-        return [work.sequence for work in self.work if work.samples] + [fork.sequence for fork in self.forks]
+        return [work.sequence for work in self.work if work.samples] + self.forks
 
 
 class StepGivenUp(Exception):  # noqa: N818 - nothing went wrong

@@ -8,7 +8,6 @@ below them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 
 from engine.pool.blocks import BlockPool
@@ -45,8 +44,6 @@ class BlockTables:
         self.find_not_finite: Callable[[list[int]], list[int]] = list  # the loop's model is asked; else all are suspect
         self._namespace = namespace
         self._chains: dict[Sequence, _Chain] = {}
-        self._copies: dict[Sequence, Copy] = {}  # that the next step makes
-        self._sources: list[int] = []  # of these, each with a reference until the step is over
 
     def __len__(self) -> int:
         """Sequences that hold blocks."""
@@ -95,71 +92,40 @@ class BlockTables:
         sequence.restored = False
         return fresh
 
-    def fits_without(self, victims: Several[Sequence], sequence: Sequence, headroom: int, *, is_fork: bool) -> bool:
-        """Whether `admit`, or `fork`, would find room for a sequence if the victims were released. Looks at every block
-        that they hold."""
-        held = [block for victim in victims for block in victim.block_table]
-        held += [chain.tip for victim in victims if (chain := self._chains[victim]).lent and chain.tip is not None]
-        if is_fork:
-            return self.pool.available_without(held, ()) >= headroom + bool(sequence.num_tokens % self.pool.block_size)
-        reusable = self.count_reusable(sequence)
-        reused = self.pool.prefixes.find(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:reusable])
-        missing = self.blocks_for(sequence.num_tokens) - len(reused)
-        return self.pool.available_without(held, reused) >= missing + headroom
+    def fork(self, sequence: Sequence, source: Sequence, headroom: int, copies: list[Copy]) -> list[int] | None:
+        """Gives a sequence the blocks of another one's prompt, which is its own, too: nothing is left to compute. Whole
+        blocks are shared; the last one, if it is not full, becomes a block of its own.
 
-    def fork(self, sequence: Sequence, source: Sequence, headroom: int) -> list[int] | None:
-        """Gives a sequence the blocks of another one's prompt, which is its own, too: nothing is left to compute. The
-        last one, if it is not full, is shared until the fork writes into it (`grow`). The source writes into it behind
-        the prompt, where the fork does not read.
-
-        headroom  blocks that must be left over for others to grow into, besides the one for that copy
-        Returns no new blocks; None, and changes nothing, when there is too little room. Call `follow` after the step.
+        headroom  blocks that must be left over for others to grow into
+        copies    gets the copy of the last block, which the next step makes
+        Returns the new blocks, which are to be zeroed; None, and changes nothing, when there is too little room.
         """
-        has_tail = bool(sequence.num_tokens % self.pool.block_size)
-        if self.pool.available < headroom + has_tail:
+        full, rest = divmod(sequence.num_tokens, self.pool.block_size)
+        if self.pool.available < headroom + bool(rest):
             return None
-        sequence.block_table = source.block_table[: self.blocks_for(sequence.num_tokens)]
-        self.pool.acquire(sequence.block_table)
-        self._chains[sequence] = _Chain(broken=not sequence.use_cache)
-        sequence.num_computed = sequence.num_tokens
-        sequence.num_registered = 0
-        sequence.shares_tail = has_tail
-        return []
-
-    def follow(self, sequence: Sequence, source: Sequence) -> None:
-        """A fork's whole blocks are registered by now, if its source could register them: what comes next hangs from
-        them. Call it after the step that it forked in, before anybody ends in it."""
-        full = sequence.num_tokens // self.pool.block_size
-        chain, its = self._chains[sequence], self._chains.get(source)
+        shared = source.block_table[:full]
+        self.pool.acquire(shared)
+        fresh = self.pool.allocate(int(bool(rest)), after=shared[-1] if shared else None)
+        assert fresh is not None, "the pool gave fewer blocks than it said it has"
+        if rest:
+            copies.append(Copy(source.block_table[full], fresh[0], rest))
         found = self.pool.prefixes.find(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:full])
         self._introduce(sequence, found)
+        broken = not sequence.use_cache or self._chains[source].broken or len(found) < full
+        chain = self._chains[sequence] = _Chain(broken=broken)
+        if found and not broken:  # the source may hold a private copy of what is found
+            self._move_tip(chain, found[-1], lent=found[-1] != shared[-1])
+        sequence.block_table = shared + fresh
+        sequence.num_computed = sequence.num_tokens
         sequence.num_registered = len(found)
-        chain.broken = chain.broken or its is None or its.broken or len(found) < full
-        if found and not chain.broken:
-            self._move_tip(chain, found[-1], lent=found[-1] != sequence.block_table[full - 1])
-
-    def take_copies(self) -> list[Copy]:
-        """What `grow` wants to be copied, for the step that is about to run. `settle` comes after it."""
-        copies, self._copies = list(self._copies.values()), {}
-        return copies
-
-    def settle(self) -> None:
-        """The last step is over, or there is none: nothing is to be copied any more."""
-        self._copies.clear()
-        self.pool.release(self._sources)
-        self._sources.clear()
+        sequence.prompt_logprobs = source.prompt_logprobs
+        return fresh
 
     def grow(self, sequence: Sequence) -> list[int] | None:
-        """Makes room for a sequence's next token: the table covers all tokens, and what is written is its own. Returns
-        the new blocks, often none; None when there are too few."""
-        if sequence.shares_tail:
-            return self._own_tail(sequence)
+        """Makes room for a sequence's next token. Returns the new blocks, often none; None when there are too few."""
         missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
-        if missing <= 0:
-            return []
-        fresh = self.pool.allocate(missing, after=sequence.block_table[-1])
-        if fresh is not None:
-            sequence.block_table += fresh
+        fresh = self.pool.allocate(max(0, missing), after=sequence.block_table[-1])
+        sequence.block_table += fresh or []
         return fresh
 
     def register(self, sequence: Sequence) -> None:
@@ -193,8 +159,6 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back. What was registered can be found until it is evicted, and longer below."""
         self.save(sequence)
-        self._copies.pop(sequence, None)
-        sequence.shares_tail = False
         sequence.origin.output_tokens = sequence.num_generated
         chain = self._chains.pop(sequence)
         self.pool.release(sequence.block_table)
@@ -231,17 +195,6 @@ class BlockTables:
     def count_reusable(self, sequence: Sequence) -> int:
         """Leading blocks that need not be computed, if somebody has them."""
         return max(0, sequence.num_tokens - MIN_TAIL_TOKENS) // self.pool.block_size
-
-    def _own_tail(self, sequence: Sequence) -> list[int] | None:
-        """A fresh block in the place of a fork's last one. What is the prompt's is copied in the next step."""
-        fresh = self.pool.allocate(1)
-        if fresh is not None:
-            shared, count = sequence.block_table[-1], sequence.num_computed % self.pool.block_size
-            self._copies[sequence] = Copy(shared, fresh[0], count)
-            self._sources.append(shared)  # with the fork's reference: nobody may fill the block before it is copied
-            sequence.block_table[-1] = fresh[0]
-            sequence.shares_tail = False
-        return fresh
 
     def _full(self, sequence: Sequence, num_blocks: int) -> Chain:
         """The sequence's first blocks, as the tiers name them."""

@@ -70,6 +70,13 @@ class Claims:
             self._read(sequence, claim)
         self.register(sequence, now)
 
+    def fork(self, sequence: Sequence, source: Sequence, now: float) -> None:
+        """The sequence has got the blocks of another one's prompt: it read what that one read."""
+        if (shared := self._claims.get(source)) is not None:
+            claim = self._claims.setdefault(sequence, _Claim([], seen=0))
+            claim.read_tokens, claim.reads = shared.read_tokens, shared.reads
+        self.admit(sequence, now)
+
     def register(self, sequence: Sequence, now: float) -> None:
         """More blocks of the sequence may be registered: what it wants up to there is granted."""
         claim = self._claims.get(sequence)

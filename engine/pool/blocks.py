@@ -20,7 +20,6 @@ and engine/pool/eviction.py the order in which cached blocks go. Written by the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed, Origin
@@ -82,21 +81,6 @@ class BlockPool:
         """What `available` will be after `acquire(blocks)`, for a run that `prefixes.find` returned."""
         pins = self._pins
         return self.available - sum(not pins[block] for block in blocks)
-
-    def available_without(self, held: Iterable[int], blocks: Iterable[int]) -> int:
-        """What `available_beside(blocks)` would be after `release(held)`, in which a block is named once for each of
-        its references. Changes nothing."""
-        refs, pins = Counter(held), Counter[int]()
-        available = self.available
-        for block, count in refs.items():
-            at = block if self._refs[block] == count else ROOT
-            while at != ROOT:
-                pins[at] += 1
-                if self._pins[at] > pins[at]:
-                    break
-                available += 1
-                at = ROOT if self._digest[at] is None else self._parent[at]
-        return available - sum(self._pins[block] == pins[block] for block in blocks)
 
     def is_registered(self, block: int) -> bool:
         return self._digest[block] is not None

