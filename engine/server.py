@@ -168,7 +168,7 @@ class EngineServer:
         except TimeoutError:
             return web.json_response({"complete": False, "reason": f"not over after {PURGE_LIMIT_S:.0f} s"})
         if report is None:
-            return web.json_response({"complete": False, "reason": "too many purges wait already"})
+            return web.json_response({"complete": False, "reason": "the engine is starting, or too many purges wait"})
         log.info("purged a scope: %s", json.dumps(asdict(report)))
         return web.json_response({"complete": not report.left, **asdict(report)})
 

@@ -16,7 +16,6 @@ what is kept again. `read` and `write` are called by the disk tier's thread.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 from engine.leases.pins import Lease
+from engine.tiers.block_file import write_file
 
 if TYPE_CHECKING:
     from engine.leases.leases import Leases
@@ -110,36 +110,11 @@ class LeaseFile:
         ahead_s = self._wall() - self.clock()
         lines = [_write_line(lease, ahead_s) for lease in leases]
         if lines:
-            self._replace(self._head + b"".join(lines))
+            content = self._head + b"".join(lines)
+            write_file(self._path, f"{self._path}.tmp", [content, xxhash.xxh3_128_digest(content)])
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
-
-    def _replace(self, content: bytes) -> None:
-        path, whole = self._path, content + xxhash.xxh3_128_digest(content)
-        temporary = f"{path}.tmp"
-        file = self._create(temporary)
-        try:
-            try:
-                if os.write(file, whole) != len(whole):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
-            finally:
-                os.close(file)
-            os.replace(temporary, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-
-    def _create(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        try:
-            return os.open(path, flags, 0o600)
-        except FileNotFoundError:
-            own = self._folder()
-            for folder in (own.parent, own):
-                folder.mkdir(mode=0o700, parents=folder is own.parent, exist_ok=True)
-            return os.open(path, flags, 0o600)
 
 
 class LeaseSaving:
@@ -197,41 +172,9 @@ class LeaseSaving:
         return None
 
 
-def purge_leases(path: str, prefix: str) -> int:
-    """Takes the leases whose salt begins so out of the file of an engine that is gone. A file that cannot be read, or
-    in which nothing is left, is deleted. Returns how many there were; 1 for a file that cannot be read. Raises OSError,
-    and the file is what it was."""
-    with open(path, "rb") as file:
-        status, content = os.fstat(file.fileno()), file.read(MOST_BYTES + 1)
-    head, _, lines = content[:-CHECKSUM_BYTES].partition(b"\n")
-    if path.endswith(".tmp") or not (_is_whole(content) and head.startswith(MAGIC)):
-        os.unlink(path)
-        return 1
-    every = lines.splitlines(keepends=True)
-    kept = [line for line in every if not _has_salt(line, prefix)]
-    if not kept:
-        os.unlink(path)
-    elif len(kept) < len(every):
-        whole = head + b"\n" + b"".join(kept)
-        temporary = f"{path}.tmp"
-        with open(temporary, "wb") as file:
-            file.write(whole + xxhash.xxh3_128_digest(whole))
-        os.utime(temporary, ns=(status.st_atime_ns, status.st_mtime_ns))
-        os.replace(temporary, path)
-    return len(every) - len(kept)
-
-
 def _is_whole(content: bytes) -> bool:
     body, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
     return len(content) <= MOST_BYTES and xxhash.xxh3_128_digest(body) == checksum
-
-
-def _has_salt(line: bytes, prefix: str) -> bool:
-    """Also for one that is no lease."""
-    try:
-        return str(json.loads(line)[1]).startswith(prefix)
-    except (ValueError, TypeError, IndexError, KeyError):
-        return True
 
 
 def _write_line(lease: Lease, ahead_s: float) -> bytes:

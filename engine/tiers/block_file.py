@@ -10,27 +10,29 @@ prefix or version is a miss. Knows one file at a time; engine/tiers/disk_store.p
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import xxhash
 
 from engine.protocol import DIGEST_BYTES, HASHES, TOKEN_BYTES, Namespace
 from engine.tiers.copying import BlockKey, Payload
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 MAGIC: Final = b"KVASIRB\x01"  # the last byte is the version of the format
 CHECKSUM_BYTES: Final = 16
 _SIZES: Final = struct.Struct("<8sIIIIQ")  # magic, bytes of identity, salt and token ids, index, bytes of payload
 _HEAD_BYTES: Final = 8192
 """Read at once to see a header; longer ones take a second read."""
-
-_LONGEST_HEAD_BYTES: Final = 1 << 20
-"""Of identity and salt; whatever says more is no block of ours."""
 
 PAGE_BYTES: Final = 4096  # what a file system gives a file at least
 
@@ -70,12 +72,10 @@ class BlockFormat:
             os.close(file)
         return header == expected and checksum == _checksum(expected, row)
 
-    def write(self, file: int, key: BlockKey, row: Payload) -> None:
-        """Into an open file. Raises OSError."""
+    def write(self, path: str, temporary: str, key: BlockKey, row: Payload) -> None:
+        """Raises OSError, and the file is what it was."""
         header = self._header(key)
-        size = os.writev(file, [header, row.data, _checksum(header, row)])
-        if size != len(header) + self.block_bytes + CHECKSUM_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_file(path, temporary, [header, row.data, _checksum(header, row)])
 
     def read_key(self, path: str, digest: bytes) -> BlockKey | None:
         """The identity that a file's header states, if it is of this namespace and leads to the file's own digest.
@@ -112,29 +112,13 @@ class BlockFormat:
         return key if is_block and HASHES[self._namespace.hash_name](parent + tokens) == digest else None
 
     def _header(self, key: BlockKey) -> bytes:
-        salt = encode_salt(key.salt)
+        salt = key.salt.encode("utf-8", "surrogatepass")
         parent = self._root(key.salt) if key.parent is None else key.parent
         sizes = _SIZES.pack(MAGIC, len(self.identity), len(salt), len(key.tokens), key.index, self.block_bytes)
         return sizes + self.identity + salt + parent + key.tokens
 
     def _root(self, salt: str) -> bytes:
         return replace(self._namespace, salt=salt).root()
-
-
-def read_salt(path: str) -> bytes | None:
-    """The salt that the header of a block of any namespace states; None when there is no such header. Raises
-    OSError."""
-    with open(path, "rb", buffering=0) as file:
-        head = file.read(_HEAD_BYTES)
-        if len(head) < _SIZES.size:
-            return None
-        magic, identity_bytes, salt_bytes, *_ = _SIZES.unpack_from(head)
-        start, end = _SIZES.size + identity_bytes, _SIZES.size + identity_bytes + salt_bytes
-        if magic != MAGIC or end > _LONGEST_HEAD_BYTES:
-            return None
-        if end > len(head):
-            head = os.pread(file.fileno(), end, 0)
-    return head[start:end] if len(head) >= end else None
 
 
 def block_path(folder: Path, digest: bytes) -> str:
@@ -154,6 +138,23 @@ def _checksum(header: bytes, row: Payload) -> bytes:
     return hasher.digest()
 
 
-def encode_salt(salt: str) -> bytes:
-    """As a header has it, of a whole salt or its beginning."""
-    return salt.encode("utf-8", "surrogatepass")
+def write_file(path: str, temporary: str, parts: Sequence[Buffer]) -> None:
+    """Writes a file of mode 0600 beside its place and renames it into it; makes its folder. Raises OSError, and the
+    file is what it was."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        file = os.open(temporary, flags, 0o600)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        file = os.open(temporary, flags, 0o600)
+    try:
+        try:
+            if os.writev(file, parts) != sum(memoryview(part).nbytes for part in parts):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temporary)
+        finally:
+            os.close(file)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

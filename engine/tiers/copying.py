@@ -106,28 +106,19 @@ class Fence:
 
 
 def copy_blocks(
-    source: Store,
-    source_slots: Sequence[int],
-    target: Store,
-    target_slots: Sequence[int],
-    keys: Sequence[BlockKey],
-    at_once: int,
+    source: Store, source_slots: Sequence[int], target: Store, target_slots: Sequence[int], keys: Sequence[BlockKey]
 ) -> Copied:
-    """Copies blocks in order, `at_once` of them in memory at a time. Never raises."""
-    count, began_s = 0, time.monotonic()
+    """Copies blocks in order, as far as they are sound. Never raises."""
+    count, began_s, error = 0, time.monotonic(), None
     try:
-        for start in range(0, len(keys), at_once):
-            part = slice(start, start + at_once)
-            payload = source.read(source_slots[part], keys[part])
-            sound = slice(start, start + len(payload))
-            if len(payload):
-                target.write(target_slots[sound], keys[sound], payload)
-            count += len(payload)
-            if len(payload) < len(keys[part]):
-                break
-    except Exception as error:
-        return Copied(count, error, time.monotonic() - began_s)
-    return Copied(count, None, time.monotonic() - began_s)
+        payload = source.read(source_slots, keys)
+        if len(payload):
+            sound = slice(len(payload))
+            target.write(target_slots[sound], keys[sound], payload)
+        count = len(payload)
+    except Exception as failure:
+        error = failure
+    return Copied(count, error, time.monotonic() - began_s)
 
 
 class CopyThread:

@@ -17,14 +17,13 @@ import fcntl
 import logging
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from engine.leases.file import LEASE_FILE, purge_leases
-from engine.tiers.block_file import encode_salt, in_pages, read_salt
+from engine.leases.file import LEASE_FILE
+from engine.tiers.block_file import in_pages
 
 log = logging.getLogger(__name__)
 
@@ -195,15 +194,6 @@ def files_of(part: Part) -> list[File]:
     return files
 
 
-def has_salt(path: str, prefix: str) -> bool:
-    """Whether the salt of a block's file begins so, or cannot be read."""
-    try:
-        found = read_salt(path)
-    except OSError:
-        return True
-    return found is None or found.startswith(encode_salt(prefix))
-
-
 # -- what goes --------------------------------------------------------------------------------------------------------
 
 
@@ -238,39 +228,19 @@ def remove_if_empty(part: Part) -> None:
         path.rmdir()
 
 
-def sweep(folder: Path, part: Part, delete_in: Callable[[Part], Swept]) -> Swept:
-    """Has files of a part deleted, unless an engine has them that lives; folders that are empty go too. Meanwhile no
-    engine can take the folder over. Never fails."""
+def sweep(folder: Path, part: Part, oldest_s: float) -> Swept:
+    """Deletes files of a part that were used last before that Unix second, unless an engine has them that lives;
+    folders that are empty go too. Meanwhile no engine can take the folder over. Never fails."""
     own = Path(part.folder)
     try:
         with choosing(folder):
-            if not (own / part.name).exists():
-                return Swept()
+            os.listdir(own / part.name)
             if not is_abandoned(own):
                 return Swept(owner=_read_owner(own))
-            swept = delete_in(part)
+            swept = remove(file.path for file in files_of(part) if file.used_s < oldest_s)
             remove_if_empty(part)
             return swept
+    except FileNotFoundError:
+        return Swept()
     except OSError:
         return Swept(left=1)
-
-
-def delete_older(max_age_s: float, part: Part) -> Swept:
-    """Those that were not used for so long."""
-    oldest_s = time.time() - max_age_s
-    return remove(file.path for file in files_of(part) if file.used_s < oldest_s)
-
-
-def delete_salted(prefix: str, part: Part) -> Swept:
-    """The blocks whose salt begins so, and leases of that salt; what cannot be read, too, because it cannot be told
-    whose it is. Raises OSError for a folder that cannot be read."""
-    os.listdir(f"{part.folder}/{part.name}")
-    if part.name:
-        return remove(file.path for file in files_of(part) if has_salt(file.path, prefix))
-    files = left = 0
-    for file in files_of(part):
-        try:
-            files += purge_leases(file.path, prefix)
-        except OSError:
-            left += 1
-    return Swept(files, 0, left)

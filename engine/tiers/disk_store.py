@@ -19,7 +19,6 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -92,7 +91,10 @@ class DiskStore:
 
     def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
         for key, row in zip(keys, payload, strict=True):
-            self._write(key, row)
+            path = self._path(key.digest)
+            self._written += 1
+            temporary = f"{path.removesuffix('.kv')}.{self._nonce}.{self._written}.tmp"
+            self._format.write(path, temporary, key, row)
 
     def drop(self, digests: Sequence[bytes]) -> None:
         with contextlib.suppress(OSError):  # without a folder there is nothing
@@ -126,14 +128,14 @@ class DiskStore:
             own = self._own
         except OSError:
             return Scan([], [], 0, 0)
-        for path, digest, used_s in _block_files(own):
+        now_s = time.time()
+        for path, digest, used_s in _block_files(own, temporary_s=now_s - TEMPORARY_AGE_S):
             key = self._format.read_key(path, digest)
             if key is None:
                 torn += 1
                 delete(path)
             else:
                 found[digest] = key, used_s
-        now_s = time.time()
         kept = _newest(_with_parents(found), most, leased, now_s - max_age_s)
         self.drop([*(found.keys() - kept.keys())])
         room_bytes = max(0, budget_bytes - len(kept) * self.file_bytes)
@@ -176,32 +178,16 @@ class DiskStore:
             return [part for path in disk_folders.find_others(self._folder, self._own) for part in find_parts(path)]
         return []
 
-    def expire(self, max_age_s: float, part: Part) -> Swept:
+    def expire(self, part: Part, max_age_s: float) -> Swept:
         """Deletes files of other engines that were not used for so long; none of an engine that lives."""
-        return disk_folders.sweep(self._folder, part, partial(disk_folders.delete_older, max_age_s))
+        return disk_folders.sweep(self._folder, part, time.time() - max_age_s)
 
-    def purge(self, prefix: str, part: Part) -> Swept:
-        """Deletes the blocks of a part whose salt begins so, and takes their leases out, unless an engine that lives
-        has it. What cannot be read is deleted, because it cannot be told whose it is."""
-        return disk_folders.sweep(self._folder, part, partial(disk_folders.delete_salted, prefix))
-
-    def find_own_parts(self) -> list[Part]:
-        """The files of this engine, without its leases."""
+    def find_own(self) -> list[bytes]:
+        """Digests of all blocks that this engine has on disk. Deletes what was not renamed: this thread alone writes
+        here."""
         with contextlib.suppress(OSError):
-            return find_parts(self._own)[:-1]
+            return [digest for _, digest, _ in _block_files(self._own, temporary_s=float("inf"))]
         return []
-
-    def find_salted(self, part: Part, prefix: str) -> list[bytes]:
-        """Digests of this engine's blocks in a part whose salt begins so, or whose header cannot be read. Deletes what
-        was not renamed: this thread alone writes here."""
-        digests = []
-        for file in files_of(part):
-            name = BLOCK_FILE.fullmatch(os.path.basename(file.path))
-            if name is None:
-                delete(file.path)
-            elif disk_folders.has_salt(file.path, prefix):
-                digests.append(bytes.fromhex(name[1]))
-        return digests
 
     def remove(self, digests: Sequence[bytes]) -> Swept:
         """Deletes these blocks of this engine, as `drop` does, and counts them."""
@@ -221,41 +207,18 @@ class DiskStore:
             self._claimed = disk_folders.claim(self._folder, self._root, self.owner)
         return self._claimed.path
 
-    def _write(self, key: BlockKey, row: Payload) -> None:
-        path = self._path(key.digest)
-        self._written += 1
-        temporary = f"{path.removesuffix('.kv')}.{self._nonce}.{self._written}.tmp"
-        file = self._create(temporary)
-        try:
-            try:
-                self._format.write(file, key, row)
-            finally:
-                os.close(file)
-            os.replace(temporary, path)
-        except OSError:
-            delete(temporary)
-            raise
-
-    def _create(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            return os.open(path, flags, 0o600)
-        except FileNotFoundError:
-            Path(path).parent.mkdir(mode=0o700, exist_ok=True)
-            return os.open(path, flags, 0o600)
-
     def _path(self, digest: bytes) -> str:
         return block_path(self._own, digest)
 
 
-def _block_files(own: Path) -> Iterator[tuple[str, bytes, float]]:
-    """Path, digest and last use of each file that has a block's name. Deletes what a dead engine did not rename."""
+def _block_files(own: Path, *, temporary_s: float) -> Iterator[tuple[str, bytes, float]]:
+    """Path, digest and last use of each file that has a block's name. Deletes what was not renamed since then."""
     for part in find_parts(own)[:-1]:
         for file in files_of(part):
             name = BLOCK_FILE.fullmatch(os.path.basename(file.path))
             if name is not None:
                 yield file.path, bytes.fromhex(name[1]), file.used_s
-            elif file.used_s < time.time() - TEMPORARY_AGE_S:
+            elif file.used_s < temporary_s:
                 delete(file.path)
 
 

@@ -50,14 +50,13 @@ class Restoring:
     """The way up, from all lower tiers to the first.
 
     part_blocks  that become findable at a time
-    at_once      blocks that a copy has in memory
     """
 
-    def __init__(self, tiers: Sequence[Tier], account: Account, *, part_blocks: int, at_once: int) -> None:
+    def __init__(self, tiers: Sequence[Tier], account: Account, *, part_blocks: int) -> None:
         self.jobs: list[Restore] = []
         self._device, self._lower = tiers[0], tiers[1:]
         self._account = account
-        self._part_blocks, self._at_once = part_blocks, at_once
+        self._part_blocks = part_blocks
 
     def begin(self, chain: Chain, room: int, now: float) -> list[int]:
         """See engine.tiers.tiers.Tiers.restore."""
@@ -119,7 +118,7 @@ class Restoring:
         """On the tier's thread."""
         if job.over:
             return Copied(0)
-        return copy_blocks(tier.get_store(), slots, job.fence, blocks, keys, self._at_once)
+        return copy_blocks(tier.get_store(), slots, job.fence, blocks, keys)
 
     def _read_back(self, job: Restore, tier: Tier, slots: list[int], keys: list[BlockKey], copied: Copied) -> None:
         """Makes findable what came back, unless something before it did not."""

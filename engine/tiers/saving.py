@@ -59,20 +59,17 @@ class Saving:
 
     queue_bytes  of chains that wait, at most, over all tiers
     part_blocks  that are saved to one tier between two turns of the loop, at most
-    at_once      blocks that a copy has in memory
     on_saved     called with a tier's number, the digests that can be found there from now on, and the time
     on_used      called with a tier and the last of its slots whose blocks a chain has there already
     """
 
-    def __init__(
-        self, tiers: Sequence[Tier], account: Account, *, queue_bytes: int, part_blocks: int, at_once: int
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], account: Account, *, queue_bytes: int, part_blocks: int) -> None:
         self.on_saved: Callable[[int, list[bytes], float], object] | None = None
         self.on_used: Callable[[Tier, int], object] | None = None
         self._tiers = tiers
         self._account = account
         self._queue_bytes, self._queued_bytes = queue_bytes, 0
-        self._part_blocks, self._at_once = part_blocks, at_once
+        self._part_blocks = part_blocks
         self._queues: list[deque[Chain]] = [deque() for _ in tiers]  # by tier; the first one's stays empty
         self._jobs: dict[Tier, _Save] = {}
         self._steps_run = False
@@ -173,7 +170,7 @@ class Saving:
         job.source.pool.acquire(job.blocks)
         job.keys = job.chain.keys(job.index, len(slots), tier.pool.block_size)
         job.fence, job.deadline_s = Fence(job.source.get_store()), self._account.now + COPY_LIMIT_S
-        copy = partial(copy_blocks, job.fence, job.blocks, tier.get_store(), job.slots, job.keys, self._at_once)
+        copy = partial(copy_blocks, job.fence, job.blocks, tier.get_store(), job.slots, job.keys)
         tier.run(copy, partial(self._copied, tier, job))
 
     def _find_part(self, tier: Tier, job: _Save) -> list[int]:

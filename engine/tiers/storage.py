@@ -26,11 +26,11 @@ from engine.tiers.disk_store import DiskStore
 from engine.tiers.tier import Lasting
 from engine.tiers.tiers import Tier, Tiers
 
-COPY_BYTES: Final = 16 << 20
-"""That one copy thread has in memory at a time."""
+PART_BYTES: Final = 16 << 20
+"""Of blocks that one copy has in memory, at most."""
 
 PART_BLOCKS: Final = 64
-"""Blocks of which the loop takes note at a time: with 16 tokens each as many as a step of 1,024 computes."""
+"""Blocks of one copy, at most: with 16 tokens each as many as a step of 1,024 computes."""
 
 
 def build_tiers(settings: EngineSettings, namespace: Namespace, pool: BlockPool, cache: KVCache) -> Tiers:
@@ -54,13 +54,8 @@ def build_tiers(settings: EngineSettings, namespace: Namespace, pool: BlockPool,
         lasting = Lasting(disk, order, settings.disk_max_age_s)
         below = BlockPool(slots, pool.block_size, order)
         tiers.append(Tier("disk", below, disk, disk.file_bytes, scan, disk.lease_file(), disk.close, lasting))
-    at_once = max(1, COPY_BYTES // store.block_bytes)
-    return Tiers(
-        tiers,
-        queue_bytes=settings.copy_queue_bytes,
-        part_blocks=PART_BLOCKS,
-        at_once=at_once,
-    )
+    part_blocks = min(PART_BLOCKS, max(1, PART_BYTES // store.block_bytes))
+    return Tiers(tiers, queue_bytes=settings.copy_queue_bytes, part_blocks=part_blocks)
 
 
 def _slots(setting: str, budget_bytes: int, slot_bytes: int) -> int:

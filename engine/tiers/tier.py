@@ -176,18 +176,12 @@ class Account:
 
     on_lost  called with the number of a lower tier that was made to forget blocks
     now      monotonic second of the loop's present turn
-    purging  prefix of salts -> report: what a start that is not over must not take over
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.residency = Residency([tier.pool for tier in tiers], [tier.name for tier in tiers])
         self.on_lost: Callable[[int], object] | None = None
         self.now = 0.0
-        self.purging: dict[str, PurgeReport] = {}
-
-    def find_purge(self, salt: str) -> PurgeReport | None:
-        """The purge that came after blocks of this salt were found at the start, if there was one."""
-        return next((report for prefix, report in self.purging.items() if salt.startswith(prefix)), None)
 
     def note(self, tier: Tier) -> None:
         """After each change of a lower pool: what it gave up is dropped before anything else can be written there."""
@@ -223,89 +217,51 @@ def overdue() -> TimeoutError:
 
 
 class Residency:
-    """Changes of the union since the last `take`."""
+    """Which blocks can be found, in any tier, and what of that has changed since the last `take`."""
 
     def __init__(self, pools: Sequence[BlockPool], names: Sequence[TierName]) -> None:
         """Both from the fastest tier to the slowest."""
         self._pools = pools
         self._names = names
-        self._before: list[dict[bytes, bool]] = [{} for _ in pools]  # changed digest -> was it held at the last take
-        self._stored: list[dict[bytes, None]] = [{} for _ in pools]  # in the order in which they came to be
-        self._removed: list[dict[bytes, None]] = [{} for _ in pools]  # in the order in which they went
+        self._changed: list[dict[bytes, None]] = [{} for _ in pools]  # digests, in the order of their last change
 
     def note(self, tier: int) -> list[bytes]:
         """Takes the events of one tier's pool. Returns the digests that it gave up since the last call."""
         events = self._pools[tier].prefixes.take_events()
-        before, stored, removed = self._before[tier], self._stored[tier], self._removed[tier]
-        gone = split_digests(events.removed)
-        for digest in gone:
-            before.setdefault(digest, True)
-            stored.pop(digest, None)
-            removed.pop(digest, None)
-            removed[digest] = None
-        for digest in split_digests(events.stored):
-            before.setdefault(digest, False)
-            removed.pop(digest, None)
-            stored[digest] = None
+        changed, gone = self._changed[tier], split_digests(events.removed)
+        for digest in [*gone, *split_digests(events.stored)]:
+            changed.pop(digest, None)
+            changed[digest] = None
         return gone
 
     def take(self) -> list[BlockEvents]:
-        """What became findable, moved or ceased to be, net, at most one run for each tier; often empty.
+        """What became findable, moved or ceased to be, at most one run for each tier; often empty.
 
-        Applied one after the other they keep a table prefix-closed: what is gone comes first, children before parents,
-        then what is stored, the fastest tier first and parents before children within each.
+        Applied one after the other they keep a table prefix-closed: what is gone is removed first, children before
+        parents, then what is stored, the fastest tier first and parents before children within each. A block may be
+        reported again though nothing has changed.
         """
-        if len(self._pools) == 1:
-            events = self._pools[0].prefixes.take_events()
-            return [events] if events.stored or events.removed else []
         self.note(0)
-        now: dict[bytes, int | None] = {}
-        for changed in self._before:
+        stored: list[list[bytes]] = [[] for _ in self._pools]
+        removed: dict[bytes, None] = {}
+        for tier, changed in enumerate(self._changed):
             for digest in changed:
-                if digest not in now:
-                    held = [pool.prefixes.find_block(digest) is not None for pool in self._pools]
-                    was = [before.get(digest, is_held) for before, is_held in zip(self._before, held, strict=True)]
-                    if _first(held) != _first(was):
-                        now[digest] = _first(held)
-        stored = [
-            [digest for digest in changed if now.get(digest, -1) == tier] for tier, changed in enumerate(self._stored)
-        ]
-        told = {digest for run in stored for digest in run}
-        for digest, tier in now.items():
-            if tier is not None and digest not in told:  # it moved down: its place in the table is as it was
-                stored[tier].append(digest)
-        removed = self._gone(now)
-        for changes in (self._before, self._stored, self._removed):
-            for change in changes:
-                change.clear()
+                now = self._find_tier(digest)
+                if now is None:
+                    # Where a child left a tier, its parent was still there: the last of its places counts.
+                    removed.pop(digest, None)
+                    removed[digest] = None
+                elif now == tier or (now > tier and digest not in self._changed[now]):  # one that moved keeps its place
+                    stored[now].append(digest)
+        for changed in self._changed:
+            changed.clear()
         runs = [BlockEvents(b"".join(run), tier=name) for run, name in zip(stored, self._names, strict=True) if run]
         if removed:
             first = runs[0] if runs else BlockEvents()
-            runs[:1] = [replace(first, removed=removed)]
+            runs[:1] = [replace(first, removed=b"".join(removed))]
         return runs
 
-    def snapshot(self) -> list[BlockEvents]:
-        """Everything that can be found now, the fastest tier first, to start a table from."""
-        told: set[bytes] = set()
-        runs: list[BlockEvents] = []
-        for pool, name in zip(self._pools, self._names, strict=True):
-            run = [digest for digest in split_digests(pool.prefixes.snapshot().stored) if digest not in told]
-            told.update(run)
-            runs.append(BlockEvents(b"".join(run), tier=name, reset=not runs))
-        return runs
-
-    def _gone(self, now: dict[bytes, int | None]) -> bytes:
-        """Children before parents: where a child left a tier, its parent was still there, so that of all the places
-        where a digest stands the last one is behind all those of its children."""
-        order: dict[bytes, None] = {}
-        for removed in self._removed:
-            for digest in removed:
-                if digest in now and now[digest] is None:
-                    order.pop(digest, None)
-                    order[digest] = None
-        return b"".join(order)
-
-
-def _first(held: Sequence[bool]) -> int | None:
-    """The fastest tier."""
-    return next((tier for tier, is_held in enumerate(held) if is_held), None)
+    def _find_tier(self, digest: bytes) -> int | None:
+        """The fastest that holds a block."""
+        holders = (tier for tier, pool in enumerate(self._pools) if pool.prefixes.find_block(digest) is not None)
+        return next(holders, None)

@@ -41,13 +41,10 @@ class Tiers:
     pools     of the tiers, in their order
     """
 
-    def __init__(
-        self, tiers: Sequence[Tier], *, queue_bytes: int = 0, part_blocks: int = 64, at_once: int = 64
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], *, queue_bytes: int = 0, part_blocks: int = 64) -> None:
         """
         queue_bytes  of chains that wait to be saved, at most
-        part_blocks  that are copied between two turns of the loop
-        at_once      blocks that a copy has in memory
+        part_blocks  that one copy has in memory, and that become findable in one turn of the loop
         """
         for number, tier in enumerate(tiers):
             tier.number = number
@@ -58,10 +55,8 @@ class Tiers:
         self.pools = [tier.pool for tier in tiers]
         self._account = Account(self.tiers)
         self.residency = self._account.residency
-        self._saving = Saving(
-            self.tiers, self._account, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=at_once
-        )
-        self._restoring = Restoring(self.tiers, self._account, part_blocks=part_blocks, at_once=at_once)
+        self._saving = Saving(self.tiers, self._account, queue_bytes=queue_bytes, part_blocks=part_blocks)
+        self._restoring = Restoring(self.tiers, self._account, part_blocks=part_blocks)
         self._upkeep = {
             tier: Upkeep(tier, tier.lasting, self._account) for tier in self.lower if tier.lasting is not None
         }
@@ -219,8 +214,8 @@ class Tiers:
 
     @property
     def can_purge(self) -> bool:
-        """False while as many purges wait as may."""
-        return all(upkeep.num_purges < MOST_PURGES for upkeep in self._upkeep.values())
+        """False while the start is not over, or as many purges wait as may."""
+        return self.ready and all(upkeep.num_purges < MOST_PURGES for upkeep in self._upkeep.values())
 
     @property
     def owner(self) -> str | None:
@@ -237,12 +232,10 @@ class Tiers:
         for tier in reversed(self.tiers):
             count = self._account.forget(tier, tier.pool.prefixes.roots(prefix))
             report.tiers[tier.name] = Amount(count, count * tier.block_bytes)
-        if not self.ready:
-            self._account.purging[prefix] = report
         if not self._upkeep:
             done(report)
         for upkeep in self._upkeep.values():
-            upkeep.purge(prefix, report, done)
+            upkeep.purge(report, done)
 
     def _tell_time(self, now: float) -> None:
         self._account.now = now

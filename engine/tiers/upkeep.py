@@ -25,9 +25,9 @@ from engine.leases.file import LeaseSaving
 from engine.leases.leases import Leases
 from engine.leases.pins import Lease
 from engine.tiers.copying import BlockKey
-from engine.tiers.disk_folders import Part, Swept
+from engine.tiers.disk_folders import Swept
 from engine.tiers.disk_store import Scan
-from engine.tiers.tier import Account, Amount, Lasting, PurgeReport, Steps, Tier
+from engine.tiers.tier import Account, Lasting, PurgeReport, Steps, Tier
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,7 @@ def adopt(tier: Tier, account: Account, leases: Leases | None) -> Steps[None]:
 
     def keep(some: Sequence[Lease]) -> None:
         if tier.leases is not None and leases is not None:
-            still = [lease for lease in some if account.find_purge(lease.salt) is None]
-            leases.restore(tier.number, still, tier.leases.clock())
+            leases.restore(tier.number, some, tier.leases.clock())
 
     def release(used: Sequence[tuple[float, bytes]]) -> None:
         for age_s, digest in used:
@@ -85,7 +84,6 @@ def adopt(tier: Tier, account: Account, leases: Leases | None) -> Steps[None]:
     by_use = sorted(zip(scan.ages_s, (key.digest for key in scan.found), strict=True), key=lambda entry: -entry[0])
     yield from _in_turns(by_use, RELEASE_AT_ONCE, release)
     tier.ready = True
-    account.purging.clear()
     if scan.found or promised:
         log.info("the %s tier holds %d blocks and %d leases of an earlier run", tier.name, len(slots), len(promised))
 
@@ -122,12 +120,7 @@ def _take_in(tier: Tier, account: Account, slots: dict[bytes, int], keys: Sequen
     for key in keys:
         parent = None if key.parent is None else slots.get(key.parent)
         hangs = parent is not None and tier.pool.is_registered(parent)  # not if it turned out to be torn meanwhile
-        purge = account.find_purge(key.salt)
-        if purge is not None:
-            amount = purge.tiers.setdefault(tier.name, Amount())
-            amount.blocks += 1
-            amount.bytes += tier.block_bytes
-        taken = tier.pool.allocate(1) if (key.parent is None or hangs) and purge is None else None
+        taken = tier.pool.allocate(1) if key.parent is None or hangs else None
         if taken is None:
             account.drop(tier, [key.digest])
             continue
@@ -185,9 +178,10 @@ class Upkeep:
             self._purging = True
             self._tier.run_steps(self._waiting.popleft())
 
-    def purge(self, prefix: str, report: PurgeReport, done: Done) -> None:
-        """`done` is called with the report when no file of the scope is left, as far as that can be had."""
-        self._waiting.append(self._purge(prefix, report, done))
+    def purge(self, report: PurgeReport, done: Done) -> None:
+        """Deletes files after the pool was made to forget a scope. `done` is called with the report when none of the
+        scope is left, as far as that can be had."""
+        self._waiting.append(self._purge(report, done))
         self.pump()
 
     def _end_unused(self) -> None:
@@ -203,23 +197,21 @@ class Upkeep:
             self._account.note(self._tier)
 
     def _look(self) -> Steps[None]:
-        found = yield from self._sweep(partial(self._lasting.folder.expire, self._lasting.max_age_s))
+        found = yield from self._sweep(self._lasting.max_age_s)
         self._tier.counters.collected += sum(swept.files for swept in found)
         self._look_s, self._looking = self._account.now + min(LOOK_S, self._note_s), False
 
-    def _purge(self, prefix: str, report: PurgeReport, done: Done) -> Steps[None]:
-        """The leases are written anew without those of the scope, files go that the pool does not know (what a copy
-        wrote while the pool forgot, or a start missed), then those of engines that are gone. Folders of engines that
-        live are named, because only their engines can purge them."""
+    def _purge(self, report: PurgeReport, done: Done) -> Steps[None]:
+        """The leases are written anew without those of the scope; files go that the pool does not know (what a copy
+        wrote while the pool forgot, or a start missed), and all that engines left that are gone. Folders of engines
+        that live are named, because only their engines can purge them."""
         folder = self._lasting.folder
         if self.leases is not None:
             report.left += (yield from self.leases.write()) is not None
-        for part in (yield folder.find_own_parts):
-            digests = yield partial(folder.find_salted, part, prefix)
-            # What the pool has is of requests that came later.
-            if strays := [digest for digest in digests if self._tier.pool.prefixes.find_block(digest) is None]:
-                report.add((yield partial(folder.remove, strays)))
-        for swept in (yield from self._sweep(partial(folder.purge, prefix))):
+        digests = yield folder.find_own
+        if strays := [digest for digest in digests if self._tier.pool.prefixes.find_block(digest) is None]:
+            report.add((yield partial(folder.remove, strays)))
+        for swept in (yield from self._sweep(max_age_s=float("-inf"))):
             report.add(swept)
             if swept.owner is not None:
                 report.in_use.append(swept.owner)
@@ -227,13 +219,13 @@ class Upkeep:
         done(report)
         self.pump()
 
-    def _sweep(self, delete: Callable[[Part], Swept]) -> Steps[list[Swept]]:
+    def _sweep(self, max_age_s: float) -> Steps[list[Swept]]:
         """Walks through the folders of other engines; of one that lives each folder is met once."""
         found: list[Swept] = []
         in_use: set[str] = set()
         for part in (yield self._lasting.folder.find_parts):
             if part.folder not in in_use:
-                found.append((yield partial(delete, part)))
+                found.append((yield partial(self._lasting.folder.expire, part, max_age_s)))
                 if found[-1].owner is not None:
                     in_use.add(part.folder)
         return found

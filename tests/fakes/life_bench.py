@@ -328,7 +328,7 @@ def start(
     lasting = Lasting(files, order, max_age_s) if type(order) is LeastRecentlyUsed else None
     below = BlockPool(disk, SIZE, order)
     levels.append(Tier("disk", below, store, files.file_bytes, scan, leases, lasting=lasting))
-    tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=3)
+    tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks)
     scheduler = Scheduler(
         pool, namespace, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers
     )

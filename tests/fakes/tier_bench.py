@@ -185,9 +185,8 @@ class TieredBench(Bench):
         """Applies events as a gateway does, and compares what it believes with what is there."""
         for events in self.tiers.residency.take():
             for digest in split_digests(events.removed):
-                del self.told[digest]
+                self.told.pop(digest, None)
             for digest in split_digests(events.stored):
-                assert self.told.get(digest) != events.tier, "told twice"
                 self.told[digest] = events.tier
         held: dict[bytes, str] = {}
         for tier in reversed(self.tiers.tiers):
@@ -283,7 +282,7 @@ def make(
     bench: TierBench
     file = leases and LeaseFile(lambda: leases, b"w", clock=lambda: bench.now, wall=lambda: wall(bench.now))
     levels.append(Tier("disk", BlockPool(disk, SIZE), store, 1, store.scan, file))
-    tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks, at_once=3)
+    tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks)
     runner.tiers = tiers
     scheduler = Scheduler(
         pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers

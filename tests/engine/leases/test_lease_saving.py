@@ -266,7 +266,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_is_tried_again(
 ) -> None:
     bench = lives.start()
     with monkeypatch.context() as patch:
-        patch.setattr("engine.leases.file.LeaseFile._create", lambda self, path: 1 / 0)
+        patch.setattr("engine.leases.file.write_file", lambda *values: 1 / 0)
         lease(bench, 12)
         assert bench.tiers.next_s is not None
         assert bench.tiers.next_s >= bench.now + PAUSE_S - 1

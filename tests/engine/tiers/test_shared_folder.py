@@ -250,15 +250,16 @@ class Stores:
         self.own(store).discard(self.keys(salt, kind)[2].digest)
 
     def purge(self, store: DiskStore, salt: str) -> None:
-        """Of this engine's and of those that nobody has."""
+        """Of this engine's blocks, and everything of engines that are gone."""
         held = {other._claimed.path for other in self.stores if other and other._claimed and other._claimed.is_held}
         digests = {key.digest for kind in range(3) for key in self.keys(salt, kind)}
-        for part in store.find_own_parts():
-            store.remove(store.find_salted(part, salt))
+        assert set(store.find_own()) == self.own(store)
+        store.remove(sorted(digests))
+        self.own(store).difference_update(digests)
         for part in store.find_parts():
-            assert (store.purge(salt, part).owner is not None) == (Path(part.folder) in held)
-        for path in self.files.keys() - (held - {store._own}):
-            self.files[path] -= digests
+            assert (store.expire(part, float("-inf")).owner is not None) == (Path(part.folder) in held)
+        for path in self.files.keys() - held:
+            self.files[path].clear()
 
     def delete(self, store: DiskStore, what: str) -> None:
         """By somebody else."""
