@@ -6,11 +6,10 @@ answer was, whether the client marked the place with a breakpoint. A head, from 
 classed by its hits instead. How soon blocks of a class are used again is learned while it happens, also from blocks
 that were evicted. The scores of a group (a prompt_cache_key, a tenant) are scaled by how often its requests go on.
 
-The order of eviction is that of the scores, nearly: `pop` looks at the least recently used leaf of all, that of one
-class after the other, a few random ones and the lowest it has seen before, among them every new leaf when it comes.
+The order of eviction is that of the scores, nearly: each second the least recently used leaf of each class is scored,
+and every new leaf when it comes; the lowest goes, and the next of its class is scored.
 
-No clock, no tokens, no references: engine/pool/blocks.py drives it. engine/pool/reuse_rates.py watches,
-engine/pool/reuse_rates.py learns.
+No clock, no tokens, no references: engine/pool/blocks.py drives it; engine/pool/reuse_rates.py watches and learns.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
-from random import Random
 from typing import Final
 
 from engine.pool.eviction import Origin
@@ -41,7 +39,6 @@ HEAD_CHILDREN: Final = 2
 MAX_TIPS: Final = 1 << 14
 """Ends of prompts that are remembered with their turn, so that a conversation is known again without its blocks."""
 
-_NO_FLOOR: Final = (-1.0, 0.0)
 
 MAX_GROUPS: Final = 4096
 _GROUP_WEIGHT: Final = 4.0
@@ -49,10 +46,6 @@ _GROUP_WEIGHT: Final = 4.0
 
 WARM_SHARE: Final = 4
 """Before a quarter of the pool has been evicted once, too little is known and the least recently used leaf goes."""
-
-_RANDOM_LOOKS: Final = 2
-_MAX_SEEN: Final = 256
-_KEPT: Final = 128
 
 
 def _parents() -> list[int]:
@@ -73,11 +66,10 @@ def _place(value: int, ends: Sequence[int]) -> int:
 class HitDensity:
     """An EvictionPolicy for blocks of block_size tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, max_records: int = MAX_RECORDS, seed: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, max_records: int = MAX_RECORDS) -> None:
         self._block_size = block_size
         self._rates = ReuseRates(_parents())
         self._lifetimes = Lifetimes(self._rates, max_records)
-        self._random = Random(seed)  # noqa: S311 - a sample, not a secret
         self._now = 0.0
         self._until_warm = num_blocks // WARM_SHARE  # evictions
 
@@ -90,13 +82,11 @@ class HitDensity:
         self._used = [0.0] * num_blocks  # second of the last use
         self._class = [0] * num_blocks
 
-        self._leaves: list[int] = []
-        self._place = [-1] * num_blocks  # where a candidate stands among the leaves
+        self._candidate = bytearray(num_blocks)
+        self._size = self._stale = 0  # candidates, and entries of `_oldest` that are none any more, at most
         self._oldest: list[list[tuple[float, int]]] = [[] for _ in range(NUM_CLASSES)]  # heaps, lazily deleted
-        self._oldest_of_all: list[tuple[float, int]] = []
-        self._seen: list[tuple[float, float, int]] = []  # heap of (score when looked at, used, block)
-        self._looked = self._last_class = 0  # classes: the one whose turn it is, the last victim's
-        self._floor = _NO_FLOOR  # score and time of use of the last victim, as long as the time stands still
+        self._queue: list[tuple[float, float, int, int]] = []  # heap of (score now, used, block, class), likewise
+        self._scored = False  # the queue is that of this second
 
         self._tips: OrderedDict[bytes, int] = OrderedDict()  # digest -> turn
         self._groups: OrderedDict[str, list[int]] = OrderedDict()  # -> requests, those that went on
@@ -106,7 +96,7 @@ class HitDensity:
 
     def advance(self, now: float) -> None:
         self._now = now
-        self._floor = _NO_FLOOR
+        self._scored = False
         self._lifetimes.advance(now)
         self._rates.settle()
 
@@ -205,39 +195,40 @@ class HitDensity:
     # -- candidates ---------------------------------------------------------------------------------------------------
 
     def add(self, block: int) -> None:
-        assert self._place[block] < 0, f"block {block} is a candidate already"
-        self._place[block] = len(self._leaves)
-        self._leaves.append(block)
-        entry = (self._used[block], block)
-        heapq.heappush(self._oldest[self._class[block]], entry)
-        heapq.heappush(self._oldest_of_all, entry)
-        self._look(block)
+        assert not self._candidate[block], f"block {block} is a candidate already"
+        self._candidate[block] = 1
+        self._size += 1
+        heapq.heappush(self._oldest[self._class[block]], (self._used[block], block))
+        if self._scored:
+            self._enqueue(block)
 
     def discard(self, block: int) -> None:
-        place = self._place[block]
-        assert place >= 0, f"block {block} is not a candidate"
-        self._place[block] = -1
-        last = self._leaves.pop()
-        if last != block:
-            self._leaves[place] = last
-            self._place[last] = place
-        if len(self._oldest_of_all) > 2 * len(self._leaves) + _MAX_SEEN:
+        assert self._candidate[block], f"block {block} is not a candidate"
+        self._candidate[block] = 0
+        self._size -= 1
+        self._stale += 1
+        if self._stale > self._size + 64:
             self._tidy()
 
     def pop(self) -> int:
-        if not self._leaves:
+        if not self._size:
             raise IndexError("there is no candidate")
-        if not self._seen or self._seen[0][:2] > self._floor or self._place[self._seen[0][2]] < 0:
-            self._look_around()  # else it is what the last victim hung from, and as low
-        block = self._take_lowest()
-        self._floor = (self.score(block), self._used[block])
-        self.discard(block)
-        self._last_class = self._class[block]
-        self._until_warm -= 1
-        return block
+        if not self._scored:
+            self._scored, self._queue = True, []
+            for number in range(NUM_CLASSES):
+                self._enqueue_oldest(number)
+        while True:
+            _, used, block, number = heapq.heappop(self._queue)
+            is_candidate = self._candidate[block] and self._used[block] == used
+            if is_candidate:
+                self.discard(block)
+            self._enqueue_oldest(number)
+            if is_candidate:
+                self._until_warm -= 1
+                return block
 
     def __len__(self) -> int:
-        return len(self._leaves)
+        return self._size
 
     def score(self, block: int) -> float:
         """Hits per second that keeping a cached block promises; 0 for all of them while too little is known."""
@@ -245,47 +236,25 @@ class HitDensity:
             return 0.0
         return self._rates.score(self._class[block], self._now - self._used[block]) * self._origin[block].weight
 
-    def _look(self, block: int) -> None:
-        heapq.heappush(self._seen, (self.score(block), self._used[block], block))
-        if len(self._seen) > _MAX_SEEN:
-            candidates = {entry[2]: entry for entry in self._seen if self._place[entry[2]] >= 0}
-            self._seen = heapq.nsmallest(_KEPT, candidates.values())  # sorted, so a heap
+    def _enqueue(self, block: int) -> None:
+        heapq.heappush(self._queue, (self.score(block), self._used[block], block, self._class[block]))
 
-    def _look_around(self) -> None:
-        self._look_at_oldest(self._oldest_of_all, None)
-        for number in (self._looked, self._last_class):
-            self._look_at_oldest(self._oldest[number], number)
-        self._looked = (self._looked + 1) % NUM_CLASSES
-        for _ in range(_RANDOM_LOOKS):
-            self._look(self._leaves[int(self._random.random() * len(self._leaves))])
-
-    def _look_at_oldest(self, heap: list[tuple[float, int]], number: int | None) -> None:
+    def _enqueue_oldest(self, number: int) -> None:
+        """The least recently used candidate of a class."""
+        heap = self._oldest[number]
         while heap:
             used, block = heap[0]
-            if self._place[block] >= 0 and self._used[block] == used and number in (None, self._class[block]):
-                self._look(block)
+            if self._candidate[block] and self._used[block] == used and self._class[block] == number:
+                self._enqueue(block)
                 return
             heapq.heappop(heap)
 
-    def _take_lowest(self) -> int:
-        """The lowest of what was looked at, by what it scores now; there is a candidate among it."""
-        seen = self._seen
-        while True:
-            block = heapq.heappop(seen)[2]
-            if self._place[block] < 0:
-                continue
-            entry = (self.score(block), self._used[block], block)
-            if not seen or entry <= seen[0]:
-                return block
-            heapq.heappush(seen, entry)
-
     def _tidy(self) -> None:
-        self._oldest = [[] for _ in range(NUM_CLASSES)]
-        self._oldest_of_all = [(self._used[block], block) for block in self._leaves]
-        for block in self._leaves:
-            self._oldest[self._class[block]].append((self._used[block], block))
-        for heap in (self._oldest_of_all, *self._oldest):
-            heapq.heapify(heap)
+        self._stale = 0
+        for number, heap in enumerate(self._oldest):
+            live = {(used, b) for used, b in heap if self._candidate[b] and self._used[b] == used}
+            self._oldest[number] = sorted(entry for entry in live if self._class[entry[1]] == number)
 
 
 _NOBODY: Final = Origin(turn=1)
+"""The origin of blocks that came from elsewhere."""

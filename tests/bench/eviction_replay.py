@@ -9,7 +9,7 @@ everything kept for ever, and Belady's optimum, which knows the future, may leav
 
 The last column is microseconds of processor time for one operation of the pool: a block that is found, reused, evicted,
 allocated, registered or released. --halves replays each half of a trace by itself; --seeds repeats hit density with
-other random numbers and another sample of watched blocks, and prints the spread.
+another sample of watched blocks, and prints the spread.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def replay_infinite(trace: Trace) -> Figures:
     return figures
 
 
-def hit_density(block_tokens: int, seed: int) -> MakePolicy:
-    return lambda num_blocks: HitDensity(num_blocks, block_tokens, seed=seed)
+def hit_density(block_tokens: int) -> MakePolicy:
+    return lambda num_blocks: HitDensity(num_blocks, block_tokens)
 
 
 def measure(trace: Trace, sizes: list[float], seeds: int) -> None:
@@ -155,7 +155,7 @@ def measure(trace: Trace, sizes: list[float], seeds: int) -> None:
     for size in sizes:
         num_blocks = max(1, int(size * trace.num_unique))
         lru = replay(trace, num_blocks, LeastRecentlyUsed)
-        runs = [replay(trace, num_blocks, hit_density(trace.block_tokens, seed), seed) for seed in range(seeds)]
+        runs = [replay(trace, num_blocks, hit_density(trace.block_tokens), seed) for seed in range(seeds)]
         rates = [run.rate for run in runs]
         print(
             f"| {size:.0%} | {lru.rate:.2f} | {rates[0]:.2f} | {min(rates):.2f}-{max(rates):.2f} "
