@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from engine.intake import Intake
 from engine.protocol import BlockEvents, Load, StepFrame, Submit
-from engine.sampling.grammar_pool import GrammarPool
 from engine.scheduler import Scheduler
 from engine.sequence import Step, StepGivenUp
 from engine.tiers.copying import CopyThread
@@ -51,10 +50,9 @@ NO_OWNER = ""
 class EngineLoop:
     """Runs sequences of all gateways on one thread of its own.
 
-    grammars    where grammars are compiled; without one, sequences that have one are refused
     on_blocks   what became findable or ceased to be; called before the frames of the same step
     on_frames   owner -> what a step did for its sequences; also called with NO_OWNER when only the load changed
-    max_pending submits that are posted and not yet looked at; more are refused, like those beyond max_waiting
+    max_pending submits that are posted and not yet taken; more are refused, like those beyond max_waiting
 
     Both callbacks run on the loop's thread, at most once per step (on_blocks once for each tier), and must not block.
     Every method may be called from any thread; none but `stop` and `wait_idle` waits for a step.
@@ -67,7 +65,6 @@ class EngineLoop:
         *,
         on_frames: Callable[[dict[str, StepFrame]], None],
         on_blocks: Callable[[BlockEvents], None],
-        grammars: GrammarPool | None = None,
         max_pending: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         idle_check_s: float = IDLE_CHECK_S,
@@ -78,7 +75,7 @@ class EngineLoop:
         scheduler.tables.find_not_finite = runner.find_not_finite
         self._on_frames = on_frames
         self._on_blocks = on_blocks
-        self._intake = Intake(scheduler, grammars, max_pending=max_pending, restored=not self._tiers.lower, clock=clock)
+        self._intake = Intake(max_pending=max_pending, restored=not self._tiers.lower)
         self._clock = clock
         self._idle_check_s = idle_check_s
         self._blocked = False  # sequences are left, and none can run before a copy is done
@@ -97,15 +94,16 @@ class EngineLoop:
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread, and those of the lower tiers. Once."""
+        """Starts the thread, those of the lower tiers, and what compiles grammars. Once."""
         self._tiers.start(lambda name: CopyThread(name, self._intake.post), self._clock())
-        self._intake.start()
+        if self._scheduler.grammars is not None:
+            self._scheduler.grammars.start(self._intake.post)
         self._thread.start()
 
     def submit(self, owner: str, message: Submit) -> None:
         """Hands over a new sequence. One that cannot be taken is answered with an update that finishes it with an
         error, like every other failure."""
-        self._intake.submit(owner, message)
+        self._intake.submit(partial(self._take, owner, message, self._clock()), online=message.lane == "online")
 
     def abort(self, owner: str, seq: int) -> None:
         """Ends a sequence, if it is still there. Answered by nothing."""
@@ -115,24 +113,14 @@ class EngineLoop:
         """Ends every sequence of a gateway. Answered by nothing."""
         self._intake.post(partial(self._scheduler.abort_owner, owner))
 
-    def snapshot(self, deliver: Callable[[BlockEvents], None]) -> None:
-        """Calls `deliver` on the loop's thread with everything that is findable now, once for each tier; later events
-        apply on top."""
-
-        def tell() -> None:
-            for events in self._tiers.residency.snapshot():
-                deliver(events)
-
-        self._intake.post(tell)
-
     def purge(self, prefix: str, deliver: Callable[[PurgeReport | None], None]) -> None:
         """Makes everything whose salt begins so unfindable, in all tiers. Calls `deliver` on the loop's thread when it
-        is gone from disk too and the index was told; with None when too many purges wait. See Scheduler.purge."""
+        is gone from disk too and the index was told; with None when it cannot be done now. See Scheduler.purge."""
 
-        def told(report: PurgeReport | None) -> None:
+        def report_later(report: PurgeReport | None) -> None:
             self._intake.post(partial(deliver, report))  # in a later turn: this one has not told the index yet
 
-        self._intake.post(partial(self._scheduler.purge, prefix, told))
+        self._intake.post(partial(self._scheduler.purge, prefix, report_later))
 
     def drain(self) -> None:
         """From now on new sequences are refused; those that are here run to their end. See `wait_idle`."""
@@ -173,7 +161,7 @@ class EngineLoop:
             **asdict(self._scheduler.counters),
             "evictions": self._scheduler.pool.evictions,
             "failed_steps": self._failed_steps,
-            "errors": self._errors + self._intake.errors,
+            "errors": self._errors,
             "invariant_violations": self._invariant_violations,
             "num_blocks": self._scheduler.pool.num_blocks,
             "block_size": self._scheduler.pool.block_size,
@@ -200,6 +188,8 @@ class EngineLoop:
             self._publish()
         finally:
             self._tiers.close()
+            if self._scheduler.grammars is not None:
+                self._scheduler.grammars.close()
             self._intake.close()
 
     def _wait(self) -> bool:
@@ -210,7 +200,7 @@ class EngineLoop:
             if self._blocked:
                 self._sleep(BLOCKED_CHECK_S)
         elif not self._sleep(self._idle_check_s):
-            if self._tiers.idle and not self._intake.num_held:
+            if self._tiers.idle and not self._scheduler.num_held:
                 self._obey(self._check_invariants, "the check of an idle engine")
             while not self._sleep(self._until_leases_change()):
                 self._obey(self._tend_leases, "the end of a lease")
@@ -228,7 +218,7 @@ class EngineLoop:
 
     def _sleep(self, timeout_s: float | None) -> bool:
         """Waits for a command. False when none came in time."""
-        idle = not self._scheduler.has_work and self._tiers.saved and not self._intake.num_held
+        idle = not self._scheduler.has_work and self._tiers.saved and not self._scheduler.num_held
         return self._intake.sleep(timeout_s, idle=idle, restored=self._tiers.ready)
 
     def _turn(self) -> None:
@@ -245,6 +235,15 @@ class EngineLoop:
         # A save that had a rest may just have let go of blocks. Masks that are late say when they are there.
         self._blocked = step is None and (self._tiers.busy or self._scheduler.waits_for_masks)
         self._publish()
+
+    def _take(self, owner: str, message: Submit, arrived_s: float, refusal: str | None) -> None:
+        try:
+            self._scheduler.submit(owner, message, arrived_s, refusal=refusal)
+        except Exception:
+            self._errors += 1
+            log.exception("a sequence could not be taken")
+            self._scheduler.abort(owner, message.seq)
+            self._scheduler.submit(owner, message, arrived_s, refusal="the engine had an internal error")
 
     def _obey(self, command: Callable[[], object], name: str = "a command of a gateway") -> None:
         """What fails is counted and logged, and ends nothing else."""

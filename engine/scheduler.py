@@ -17,6 +17,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from engine.config import EngineSettings
 from engine.leases.claims import Claims
@@ -25,6 +27,7 @@ from engine.open_sequences import OpenSequences
 from engine.planner import Lanes, Planner, is_prefill
 from engine.pool.blocks import BlockPool
 from engine.protocol import (
+    DIGEST_BYTES,
     LANES,
     TOKEN_BYTES,
     Breakpoint,
@@ -36,9 +39,13 @@ from engine.protocol import (
     split_digests,
 )
 from engine.sequence import Counters, Sequence, Status, Step
-from engine.tables import BlockTables, digests_fit
+from engine.tables import BlockTables
 from engine.tiers.tier import PurgeReport, Tier
 from engine.tiers.tiers import Tiers
+
+if TYPE_CHECKING:
+    from engine.sampling.grammar_pool import GrammarPool
+    from engine.sampling.grammar_worker import Refusal
 
 MAX_BREAKPOINTS = 64
 """Of one prompt. Anthropic's API has 4; a gateway that caches conversations by itself may send one for each turn."""
@@ -51,6 +58,7 @@ class Scheduler:
     vocab_size      token ids are below it
     eos_ids         end a sequence unless its sampling ignores them
     tiers           the pool's and those below it; the pool's alone when not given
+    grammars        where grammars are compiled; without it, sequences that have one are refused
     """
 
     def __init__(
@@ -63,9 +71,11 @@ class Scheduler:
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
         tiers: Tiers | None = None,
+        grammars: GrammarPool | None = None,
     ) -> None:
         assert namespace.block_size == pool.block_size, "the namespace and the pool disagree about the block size"
         self.pool = pool
+        self.grammars = grammars
         self.tiers = tiers or Tiers([Tier("device", pool)])
         assert self.tiers.pools[0] is pool, "the first tier is the pool"
         self.tables = BlockTables(pool, namespace, self.tiers)
@@ -96,41 +106,52 @@ class Scheduler:
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        owner: str,
-        message: Submit,
-        arrived_s: float,
-        *,
-        refusal: str | None = None,
-        held: bool = False,
-    ) -> Sequence | None:
+    def submit(self, owner: str, message: Submit, arrived_s: float, *, refusal: str | None = None) -> Sequence | None:
         """Queues a new sequence, or answers it with its last update and returns None: finish "error" for one that can
-        never run, "abort" for one that there is no room for now, or that comes with a `refusal`. A `held` one waits
-        for `release`; what its prompt uses is renewed when it arrives, like that of all others."""
+        never run, "abort" for one that there is no room for now, or that has a `refusal`. One with a grammar is held
+        until that is compiled; the leases of its prompt are renewed when it arrives, like those of all others."""
         self.counters.submitted += 1
-        tokens: array[int] = array("I")
+        tokens, grammar = array("I"), message.grammar
         if len(message.tokens) % TOKEN_BYTES == 0:
             tokens.frombytes(message.tokens)
         if refusal is None and self.num_waiting >= self._max_waiting:
             refusal = f"the engine is full: {self._max_waiting} sequences wait already"
-        mistake = None
+        mistake = grammar_path = None
         if refusal is None and self.has(owner, message.seq):
             mistake = f"sequence number {message.seq} is in use"
         elif refusal is None:
             mistake = find_mistake(message, tokens, self._limits)
+        if grammar is not None and not refusal and not mistake:
+            if self.grammars is None:
+                mistake, grammar_path = "this engine has no structured output", ""
+            else:
+                refusal = self.grammars.find_refusal(message.tenant, grammar)
         if refusal or mistake:
             self.counters.refused += 1
-            finish: FinishReason = "abort" if refusal else "error"
-            self._sequences.update(owner, SequenceUpdate(message.seq, finish=finish, error=refusal or mistake))
+            update = SequenceUpdate(message.seq, finish="abort" if refusal else "error", error=refusal or mistake)
+            update.grammar_path = grammar_path
+            self._sequences.update(owner, update)
             return None
+        sequence = self._make_sequence(owner, message, tokens, arrived_s)
+        self.claims.open(sequence, message.tokens)
+        self._sequences.add(sequence, message.group)
+        if grammar is None or self.grammars is None:
+            self._lanes.add(sequence)
+        else:
+            sequence.status = Status.HELD
+            matcher = self.grammars.open(grammar, tenant=message.tenant, salt=message.salt, lane=message.lane)
+            sequence.matcher = matcher
+            matcher.compile(partial(self._compiled, sequence))
+        return sequence
+
+    def _make_sequence(self, owner: str, message: Submit, tokens: array[int], arrived_s: float) -> Sequence:
         if not message.use_cache:
             digests = []
-        elif digests_fit(message.digests, len(tokens), self.pool.block_size):
+        elif len(message.digests) == len(tokens) // self.pool.block_size * DIGEST_BYTES:
             digests = split_digests(message.digests)
         else:
             digests = self.tables.chain(message.tokens, message.salt)
-        sequence = Sequence(
+        return Sequence(
             owner=owner,
             seq=message.seq,
             tokens=tokens,
@@ -144,35 +165,23 @@ class Scheduler:
             breakpoints=tuple(sorted(message.breakpoints, key=lambda point: point.tokens)),
             use_cache=message.use_cache,
             end_ids=frozenset(message.sampling.stop_ids).union(() if message.sampling.ignore_eos else self._eos_ids),
-            status=Status.HELD if held else Status.WAITING,
             arrived_s=arrived_s,
             findable_tokens=self.tiers.count_findable(digests) * self.pool.block_size,
         )
-        self.claims.open(sequence, message.tokens)
-        self._sequences.add(sequence, message.group)
-        if not held:
-            self._lanes.add(sequence)
-        return sequence
 
-    def release(self, sequence: Sequence) -> None:
-        """Queues a sequence that was held. One that was aborted meanwhile stays what it is."""
-        if sequence.status is Status.HELD:
+    def _compiled(self, sequence: Sequence, refusal: Refusal | None) -> None:
+        """Queues a sequence that was held, or ends it. One that was aborted meanwhile stays what it is."""
+        if sequence.status is not Status.HELD:
+            return
+        if refusal is None:
             sequence.status = Status.WAITING
             self._lanes.add(sequence)
-
-    def refuse_held(self, sequence: Sequence, finish: FinishReason, error: str, grammar_path: str | None) -> None:
-        """Answers a sequence that was held and is not going to run."""
-        if sequence.status is Status.HELD:
+        else:
             self.counters.refused += 1
+            finish: FinishReason = "abort" if refusal.path is None else "error"  # an abort may be tried elsewhere
             self._sequences.end(sequence, finish)
-            update = SequenceUpdate(sequence.seq, finish=finish, error=error, grammar_path=grammar_path)
+            update = SequenceUpdate(sequence.seq, finish=finish, error=refusal.reason, grammar_path=refusal.path)
             self._sequences.update(sequence.owner, update)
-
-    def refuse(self, owner: str, seq: int, mistake: str, *, grammar_path: str | None = None) -> None:
-        """Answers a sequence that can never run, without queueing it."""
-        self.counters.submitted += 1
-        self.counters.refused += 1
-        self._sequences.update(owner, SequenceUpdate(seq, finish="error", error=mistake, grammar_path=grammar_path))
 
     def has(self, owner: str, seq: int) -> bool:
         """Whether this sequence is here and not finished."""
@@ -281,6 +290,11 @@ class Scheduler:
     def num_groups(self) -> int:
         """Prompts with more than one answer."""
         return self._sequences.num_groups
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that wait for their grammars."""
+        return 0 if self.grammars is None else self.grammars.num_waiting
 
     @property
     def num_waiting(self) -> int:

@@ -236,6 +236,13 @@ def make_loop(
     num_blocks, block_size = hello.num_blocks, hello.namespace.block_size
     policy = HitDensity(num_blocks, block_size) if settings.eviction == "hit-density" else None
     pool = BlockPool(num_blocks, block_size, policy)
+    grammars = GrammarPool(
+        tokenizer.tokenizer_json,
+        hello.vocab_size,
+        hello.eos_ids,
+        max_kept=settings.grammar_cache,
+        max_waiting=settings.max_waiting,
+    )
     scheduler = Scheduler(
         pool,
         hello.namespace,
@@ -244,19 +251,6 @@ def make_loop(
         vocab_size=hello.vocab_size,
         eos_ids=hello.eos_ids,
         tiers=build_tiers(settings, hello.namespace, pool, runner.cache),
-    )
-    grammars = GrammarPool(
-        tokenizer.tokenizer_json,
-        hello.vocab_size,
-        hello.eos_ids,
-        max_kept=settings.grammar_cache,
-        max_waiting=settings.max_waiting,
-    )
-    return EngineLoop(
-        scheduler,
-        runner,
-        on_frames=on_frames,
-        on_blocks=on_blocks,
         grammars=grammars,
-        max_pending=settings.max_waiting,
     )
+    return EngineLoop(scheduler, runner, on_frames=on_frames, on_blocks=on_blocks, max_pending=settings.max_waiting)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.pool.blocks import BlockPool
-from engine.protocol import DIGEST_BYTES, Namespace, chain_digests, split_digests
+from engine.protocol import Namespace, chain_digests, split_digests
 from engine.sequence import Copy, Sequence
 from engine.tiers.tiers import Chain, Tiers
 
@@ -218,8 +218,3 @@ class BlockTables:
         if chain.lent and chain.tip is not None:
             self.pool.release([chain.tip])
         chain.tip, chain.lent = tip, lent
-
-
-def digests_fit(packed: bytes, num_tokens: int, block_size: int) -> bool:
-    """Whether a packed run of digests covers exactly the full blocks of so many tokens."""
-    return len(packed) == num_tokens // block_size * DIGEST_BYTES

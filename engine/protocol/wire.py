@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import fields
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 from engine.protocol.values import (
@@ -143,21 +145,11 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
 # header is empty but for steps in which something begins or ends, which carry those fields by index.
 
 _LOAD: Final = struct.Struct("<7Q2d?3Q")
-_UPDATE_EXTRAS: Final = (
-    "cached_tokens",
-    "queue_ms",
-    "prefill_ms",
-    "finish",
-    "stop_id",
-    "error",
-    "grammar_path",
-    "lease_read_tokens",
-    "lease_write_tokens",
-    "leases_degraded",
-    "lease_reads",
-)
-
+_load_values = attrgetter(*(spec.name for spec in fields(Load)))
 _LOGPROB_EXTRAS: Final = ("logprobs", "prompt_logprobs")  # each token a flat list: own, id, theirs, id, theirs, ...
+_UPDATE_EXTRAS: Final = tuple(
+    spec.name for spec in fields(SequenceUpdate) if spec.name not in ("seq", "tokens", *_LOGPROB_EXTRAS)
+)
 
 
 def _encode_step(frame: StepFrame) -> bytes:
@@ -172,21 +164,7 @@ def _encode_step(frame: StepFrame) -> bytes:
             if (found := getattr(update, key)) is not None:
                 flat = [[one.logprob, *chain.from_iterable(one.top)] for one in found]
                 extras.setdefault(index, {})[key] = flat
-    payload = _LOAD.pack(
-        load.waiting,
-        load.running,
-        load.prefill_backlog,
-        load.free_blocks,
-        load.cached_blocks,
-        load.live_blocks,
-        load.leased_blocks,
-        load.prefill_tokens_per_s,
-        load.decode_tokens_per_s,
-        load.draining,
-        load.batch_waiting,
-        load.batch_running,
-        load.batch_backlog,
-    ) + struct.pack(f"<{len(numbers)}I", *numbers)
+    payload = _LOAD.pack(*_load_values(load)) + struct.pack(f"<{len(numbers)}I", *numbers)
     return _join({"op": "step", "extras": extras}, payload) if extras else _HEADER.pack(0) + payload
 
 

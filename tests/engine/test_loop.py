@@ -300,17 +300,6 @@ def test_an_unsound_pool_is_logged_and_counted(
         monkeypatch.undo()
 
 
-def test_a_snapshot_and_the_events_after_it_are_the_truth() -> None:
-    with running() as desk:
-        desk.submit(1, prompt(40))
-        desk.end_of(1)
-        got, there = list[BlockEvents](), threading.Event()
-        desk.loop.snapshot(lambda events: (got.append(events), there.set())[0])
-        assert there.wait(LIMIT_S)
-        assert got[0].reset
-        assert set(split_digests(got[0].stored)) == desk.resident
-
-
 def test_stats_are_json() -> None:
     with running() as desk:
         desk.submit(1, prompt(40))

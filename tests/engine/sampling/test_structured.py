@@ -279,7 +279,7 @@ class HeldGrammars:
     """Compiles nothing before it is let go."""
 
     def __init__(self, desk: Desk, max_waiting: int) -> None:
-        pool = desk.loop._intake._grammars
+        pool = desk.loop._scheduler.grammars
         assert pool is not None
         self._pool, self._mailbox = pool, desk.loop._intake
         self._compile_next = pool._compile_next
