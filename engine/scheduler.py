@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,22 +79,15 @@ class Scheduler:
         assert self.tiers.pools[0] is pool, "the first tier is the pool"
         self.tables = BlockTables(pool, namespace, self.tiers)
         self.leases = Leases(
-            pool,
+            {tier.name: tier.pool for tier in self.tiers.tiers},
             share=settings.lease_share,
             tenant_share=settings.lease_tenant_share,
             max_leases=settings.max_leases,
         )
-        for tier in self.tiers.lower:
-            self.leases.add_tier(tier.name, tier.pool)
         self.tiers.listen(self.leases)
         self.counters = Counters()
         self.claims = Claims(self.leases, pool.block_size)
-        self._limits = Limits(
-            context_tokens=context_tokens,
-            room_tokens=pool.num_blocks * pool.block_size,
-            vocab_size=vocab_size,
-            lease_max_s=settings.lease_max_s,
-        )
+        self._context_tokens, self._vocab_size, self._lease_max_s = context_tokens, vocab_size, settings.lease_max_s
         self._lanes = Lanes()
         self._planner = Planner(self._lanes, self.tables, self.claims, self.counters, settings)
         self._eos_ids = frozenset(eos_ids)
@@ -120,7 +112,7 @@ class Scheduler:
         if refusal is None and self.has(owner, message.seq):
             mistake = f"sequence number {message.seq} is in use"
         elif refusal is None:
-            mistake = find_mistake(message, tokens, self._limits)
+            mistake = self._find_mistake(message, tokens)
         if grammar is not None and not refusal and not mistake:
             if self.grammars is None:
                 mistake, grammar_path = "this engine has no structured output", ""
@@ -143,6 +135,31 @@ class Scheduler:
             sequence.matcher = matcher
             matcher.compile(partial(self._compiled, sequence))
         return sequence
+
+    def _find_mistake(self, message: Submit, tokens: array[int]) -> str | None:
+        """Why a sequence can never run, or None. `tokens` are those of the message, empty when its bytes are none."""
+        prompt, most = len(tokens), message.sampling.max_tokens
+        if not prompt:
+            return "the prompt is empty" if not message.tokens else "the prompt's bytes are not whole token ids"
+        if message.grammar is not None and message.sampling.ignore_eos:
+            return "ignore_eos goes on where a grammar's text is complete; only one of them is possible"
+        if message.lane not in LANES:
+            return f"there is no lane {message.lane!r}; there are {' and '.join(LANES)}"
+        if most < 0:
+            return f"max_tokens is {most}; it must be at least 0"
+        both = f"{prompt} prompt tokens and max_tokens {most} are {prompt + most} tokens together"
+        if prompt + most > self._context_tokens:
+            return f"{both}; the model's context is {self._context_tokens} tokens"
+        room_tokens = self.pool.num_blocks * self.pool.block_size
+        if prompt + most > room_tokens:
+            return f"{both}; the engine has memory for {room_tokens} tokens (kv_cache_bytes)"
+        if not message.sampling.repetition_penalty > 0:
+            return f"repetition_penalty is {message.sampling.repetition_penalty}; it must be above 0"
+        if message.sampling.prompt_logprobs is not None and message.use_cache:
+            return "log probabilities of a prompt are those of tokens that are computed: use_cache must be off"
+        if max(tokens) >= self._vocab_size:
+            return f"the prompt has token id {max(tokens)}; ids of this model are below {self._vocab_size}"
+        return find_bad_breakpoint(message.breakpoints, prompt, self._lease_max_s)
 
     def _make_sequence(self, owner: str, message: Submit, tokens: array[int], arrived_s: float) -> Sequence:
         if not message.use_cache:
@@ -240,7 +257,7 @@ class Scheduler:
         now  monotonic second; becomes scheduled_s of sequences that are served for the first time
         """
         self.leases.expire(now)
-        self.pool.advance(now)
+        self.pool.policy.advance(now)
         plan = self._planner.plan(now)
         if plan.is_empty:
             assert not self.has_work or self.tiers.busy or self.waits_for_masks, "sequences are left and none can run"
@@ -252,7 +269,7 @@ class Scheduler:
     def commit(self, step: Step, results: list[int | None], now: float) -> None:
         """Takes the results of a step that succeeded, one for each work and fork: full blocks become findable, tokens
         are appended, sequences that are at their end are finished."""
-        self.pool.advance(now)
+        self.pool.policy.advance(now)
         self._sequences.take(step, results, now)
 
     def fail(self, step: Step, error: str) -> None:
@@ -319,52 +336,6 @@ class Scheduler:
             batch_running=self._lanes.count_running("batch"),
             batch_backlog=batch_backlog,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of every sequence of an engine.
-
-    context_tokens  prompt and completion together, for the model
-    room_tokens     the same, for the memory of one sequence that has the engine to itself
-    vocab_size      token ids are below it
-    lease_max_s     seconds that a breakpoint may ask for
-    """
-
-    context_tokens: int
-    room_tokens: int
-    vocab_size: int
-    lease_max_s: float
-
-
-def find_mistake(message: Submit, tokens: array[int], limits: Limits) -> str | None:
-    """Why a sequence can never run, or None. `tokens` are those of the message, empty when its bytes are none."""
-    prompt, most = len(tokens), message.sampling.max_tokens
-    if not prompt:
-        return "the prompt is empty" if not message.tokens else "the prompt's bytes are not whole token ids"
-    if message.grammar is not None and message.sampling.ignore_eos:
-        return "ignore_eos goes on where a grammar's text is complete; only one of them is possible"
-    if message.lane not in LANES:
-        return f"there is no lane {message.lane!r}; there are {' and '.join(LANES)}"
-    if most < 0:
-        return f"max_tokens is {most}; it must be at least 0"
-    if prompt + most > limits.context_tokens:
-        return (
-            f"{prompt} prompt tokens and max_tokens {most} are {prompt + most} tokens together; "
-            f"the model's context is {limits.context_tokens} tokens"
-        )
-    if prompt + most > limits.room_tokens:
-        return (
-            f"{prompt} prompt tokens and max_tokens {most} are {prompt + most} tokens together; "
-            f"the engine has memory for {limits.room_tokens} tokens (kv_cache_bytes)"
-        )
-    if not message.sampling.repetition_penalty > 0:
-        return f"repetition_penalty is {message.sampling.repetition_penalty}; it must be above 0"
-    if message.sampling.prompt_logprobs is not None and message.use_cache:
-        return "log probabilities of a prompt are those of tokens that are computed: use_cache must be off"
-    if max(tokens) >= limits.vocab_size:
-        return f"the prompt has token id {max(tokens)}; ids of this model are below {limits.vocab_size}"
-    return find_bad_breakpoint(message.breakpoints, prompt, limits.lease_max_s)
 
 
 def find_bad_breakpoint(breakpoints: tuple[Breakpoint, ...], num_tokens: int, max_s: float) -> str | None:

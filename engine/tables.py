@@ -210,7 +210,7 @@ class BlockTables:
         origin.prompt_tokens = sequence.num_prompt
         origin.marked_blocks = marked_tokens // self.pool.block_size
         origin.group = sequence.salt
-        self.pool.begin(origin, reused, sequence.digests)
+        self.pool.policy.begin(origin, reused, sequence.digests)
 
     def _move_tip(self, chain: _Chain, tip: int, *, lent: bool) -> None:
         if lent:

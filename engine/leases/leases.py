@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -39,18 +39,18 @@ MAX_TENANTS_SHOWN = 32
 
 
 class Leases:
-    """All leases of an engine, over its pools from the fastest to the slowest.
+    """All leases of an engine.
 
-    pool          the first of them, where the model reads and writes
+    pools         of its tiers from the fastest, where the model reads and writes, to the slowest
     share         of a pool's blocks that leases keep at most
     tenant_share  of a pool's blocks, and of max_leases, that one tenant has at most
     max_leases    that are remembered, degraded ones included
     """
 
-    def __init__(self, pool: BlockPool, *, share: float, tenant_share: float, max_leases: int) -> None:
+    def __init__(self, pools: Mapping[Tier, BlockPool], *, share: float, tenant_share: float, max_leases: int) -> None:
         self.counters = LeaseCounters()
         self.last_number = 0  # of a lease, counted from 1
-        self._block_bytes = pool.block_size * TOKEN_BYTES
+        self._block_bytes = next(iter(pools.values())).block_size * TOKEN_BYTES
         self._max_leases = max_leases
         self._tenant_most = max(1, int(max_leases * tenant_share))
         self._by_tenant: dict[str, dict[Lease, None]] = {}
@@ -59,15 +59,9 @@ class Leases:
         self._by_digest: dict[bytes, dict[tuple[str, str, bytes], Lease]] = {}  # digest -> salt, tenant, tail
         self._salts = Counter[str]()  # leases of each
         self._size = 0
-        self._ends: list[tuple[float, int, Lease]] = []  # heap; its first entry is that of a lease, as it is now
+        self._ends: list[tuple[float, int, Lease]] = []  # heap; a lease may be gone, or end later
         self._revision = 0  # changes when one is renewed, granted or taken over; the pins have their own
-        self._pins = Pins(self.counters, share=share, tenant_share=tenant_share)
-        self.add_tier("device", pool)
-
-    def add_tier(self, name: Tier, pool: BlockPool) -> None:
-        """A slower tier below those that are there already. Before the first lease."""
-        assert not self._size, "a tier comes before the first lease"
-        self._pins.add_tier(name, pool)
+        self._pins = Pins(pools, self.counters, share=share, tenant_share=tenant_share)
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -297,13 +291,14 @@ class Leases:
         they may renew one."""
         count = 0
         while self._ends and self._ends[0][0] <= now:
-            self._tidy_ends()
-            if not self._ends or self._ends[0][0] > now:
-                break
-            self._remove(heapq.heappop(self._ends)[2], "expired")
+            _, number, lease = heapq.heappop(self._ends)
+            if lease not in self._by_tenant.get(lease.tenant, ()):
+                continue
+            if lease.expires_s > now:  # it was renewed
+                heapq.heappush(self._ends, (lease.expires_s, number, lease))
+                continue
+            self._remove(lease, "expired")
             count += 1
-        if count:
-            self._tidy_ends()
         self.counters.expired += count
         return count
 
@@ -360,7 +355,6 @@ class Leases:
         if len(self._ends) > 2 * self._size + 64:
             self._ends = [(lease.expires_s, lease.number, lease) for lease in self]
             heapq.heapify(self._ends)
-        self._tidy_ends()
 
     def _remove(self, lease: Lease, state: Literal["expired", "dropped"]) -> None:
         mine, same = self._by_tenant[lease.tenant], self._by_digest[lease.digest]
@@ -376,17 +370,6 @@ class Leases:
         if not mine:
             del self._by_tenant[lease.tenant], self._rankings[lease.tenant]
             self._pins.drop_tenant(lease.tenant)
-
-    def _tidy_ends(self) -> None:
-        """Until the first entry of the heap is that of a lease which is remembered and ends then."""
-        while self._ends:
-            end_s, number, lease = self._ends[0]
-            if lease not in self._by_tenant.get(lease.tenant, ()):
-                heapq.heappop(self._ends)
-            elif lease.expires_s > end_s:
-                heapq.heapreplace(self._ends, (lease.expires_s, number, lease))
-            else:
-                return
 
     # -- statistics ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ kept and when it ends; engine/pool/blocks.py holds the blocks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -38,27 +38,24 @@ class LeaseCounters:
 
 
 class Pins:
-    """The pins of all leases, over the pools of an engine from the fastest to the slowest.
+    """The pins of all leases.
 
+    pools         of the tiers, from the fastest to the slowest
     share         of a pool's blocks that leases keep at most
     tenant_share  of a pool's blocks that those of one tenant keep at most
     """
 
-    def __init__(self, counters: LeaseCounters, *, share: float, tenant_share: float) -> None:
-        self.pools: list[BlockPool] = []
+    def __init__(
+        self, pools: Mapping[Tier, BlockPool], counters: LeaseCounters, *, share: float, tenant_share: float
+    ) -> None:
+        self.pools = list(pools.values())
         self.revision = 0  # changes whenever a lease is pinned somewhere else, or nowhere
         self._counters = counters
         self._share = share
         self._tenant_share = tenant_share
-        self._names: list[Tier] = []
-        self._trees: list[LeaseTree] = []
+        self._names = list(pools)
+        self._trees = [LeaseTree(pool) for pool in self.pools]
         self._tenant_trees: dict[str, list[LeaseTree]] = {}  # of tenants that have leases
-
-    def add_tier(self, name: Tier, pool: BlockPool) -> None:
-        """A slower tier below those that are there already. Before the first lease."""
-        self._names.append(name)
-        self.pools.append(pool)
-        self._trees.append(LeaseTree(pool))
 
     def drop_tenant(self, tenant: str) -> None:
         """After its last lease has ended."""

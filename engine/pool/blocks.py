@@ -38,6 +38,7 @@ class BlockPool:
     except forget and check_invariants, which look at every registered block.
 
     prefixes  what can be found; registered blocks enter it and leave it here alone
+    policy    the order of eviction; who uses the pool tells it of requests (`begin`) and of the time (`advance`)
     """
 
     def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
@@ -45,7 +46,7 @@ class BlockPool:
         self.block_size = block_size
         self.prefixes = Prefixes(num_blocks, block_size)
         self.evictions = 0  # blocks given up since the start, for others or because of their age
-        self._policy: EvictionPolicy = LeastRecentlyUsed(num_blocks) if policy is None else policy
+        self.policy: EvictionPolicy = LeastRecentlyUsed(num_blocks) if policy is None else policy
 
         self._refs = [0] * num_blocks  # sequences that hold the block
         self._free = FreeRuns(num_blocks, self._refs)
@@ -87,14 +88,6 @@ class BlockPool:
 
     # -- reuse --------------------------------------------------------------------------------------------------------
 
-    def begin(self, origin: Origin, reused: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Tells the eviction policy of a request that acquires the blocks that were found for its prompt's digests."""
-        self._policy.begin(origin, reused, digests)
-
-    def advance(self, now: float) -> None:
-        """Tells the eviction policy the time: seconds on a clock that never goes back."""
-        self._policy.advance(now)
-
     def acquire(self, blocks: Iterable[int]) -> None:
         """Takes one reference to each block, parents first. They must be registered or live. Pairs with `release`."""
         refs = self._refs
@@ -115,7 +108,7 @@ class BlockPool:
             if not refs[block]:
                 self._num_live -= 1
                 if self._pins[block] > 1:  # it stays for a lease, or for what hangs from it: this was its use
-                    self._policy.touch(block)
+                    self.policy.touch(block)
                 self._unpin(block)
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
@@ -142,7 +135,7 @@ class BlockPool:
 
     def evict(self) -> None:
         """Gives up the next cached leaf. There must be one."""
-        block = self._policy.pop()
+        block = self.policy.pop()
         self._num_evictable -= 1
         self.evictions += 1
         self._unregister(block)
@@ -197,7 +190,7 @@ class BlockPool:
         if above != ROOT:
             self._pin(above)
         self.prefixes.add(block, above, salt, digest, tokens)
-        self._policy.store(block, above, digest, origin)
+        self.policy.store(block, above, digest, origin)
         return block
 
     def forget(self, blocks: Iterable[int]) -> int:
@@ -210,7 +203,7 @@ class BlockPool:
                 self._leases[block] = 0
                 self._unpin(block, used=False)
             if not self._pins[block]:
-                self._policy.discard(block)
+                self.policy.discard(block)
                 self._num_evictable -= 1
             self._unregister(block)
             if not self._refs[block]:
@@ -243,7 +236,7 @@ class BlockPool:
                 wrong.append(f"block {block}: {self._leases[block]} leases, and digest={digest!r}")
         if live + cached + self.num_free != self.num_blocks:
             wrong.append(f"{self.num_free} free + {cached} cached + {live} live blocks are not {self.num_blocks}")
-        counted, kept = (live, evictable, candidates), (self._num_live, self._num_evictable, len(self._policy))
+        counted, kept = (live, evictable, candidates), (self._num_live, self._num_evictable, len(self.policy))
         if counted != kept:
             wrong.append(f"live, evictable and leaf blocks are {counted}, not {kept}")
         return wrong
@@ -257,7 +250,7 @@ class BlockPool:
                 return
             self._num_evictable -= 1
             if not self._children[block]:
-                self._policy.discard(block)
+                self.policy.discard(block)
             block = self._parent[block]
             if block == ROOT:
                 return
@@ -272,9 +265,9 @@ class BlockPool:
                 return
             self._num_evictable += 1
             if used:
-                self._policy.touch(block)
+                self.policy.touch(block)
             if not self._children[block]:
-                self._policy.add(block)
+                self.policy.add(block)
             block = self._parent[block]
             if block == ROOT:
                 return
@@ -286,4 +279,4 @@ class BlockPool:
             if self._pins[block]:
                 self._unpin(parent)
             elif not self._children[parent] and not self._pins[parent]:
-                self._policy.add(parent)
+                self.policy.add(parent)

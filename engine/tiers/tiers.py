@@ -240,7 +240,7 @@ class Tiers:
     def _tell_time(self, now: float) -> None:
         self._account.now = now
         for tier in self._upkeep:
-            tier.pool.advance(now)
+            tier.pool.policy.advance(now)
 
     def _used(self, tier: Tier, slot: int) -> None:
         if (upkeep := self._upkeep.get(tier)) is not None:

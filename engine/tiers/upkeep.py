@@ -101,7 +101,7 @@ def _take_turn() -> None:
 
 def _advance(tier: Tier, now: float) -> None:
     if tier.lasting is not None:
-        tier.pool.advance(now)
+        tier.pool.policy.advance(now)
 
 
 def _look(tier: Tier) -> tuple[Scan, list[Lease]]:

@@ -61,8 +61,8 @@ def measure_pool(num_blocks: int, prompt_blocks: int, eviction: str, clock: Cloc
         tokens = array("I", [rng.randrange(50_000) for _ in range(prompt_blocks * SIZE)]).tobytes()
         digests = split_digests(chain_digests(root, tokens, SIZE))
         origin = Origin(prompt_tokens=prompt_blocks * SIZE)
-        clock.time("advance the time, per prompt", 1, partial(pool.advance, float(turn)))
-        clock.time("begin", prompt_blocks, partial(pool.begin, origin, [], digests))
+        clock.time("advance the time, per prompt", 1, partial(pool.policy.advance, float(turn)))
+        clock.time("begin", prompt_blocks, partial(pool.policy.begin, origin, [], digests))
         table = clock.time(f"allocate a run, {full}", prompt_blocks, partial(pool.allocate, prompt_blocks))
         assert isinstance(table, list)
 
@@ -82,7 +82,7 @@ def measure_pool(num_blocks: int, prompt_blocks: int, eviction: str, clock: Cloc
             tokens, digests = stored[-2]
             hit = clock.time("find_prefix, hit", prompt_blocks, partial(pool.prefixes.find, "", tokens, digests))
             assert isinstance(hit, list)
-            clock.time("begin", len(hit) or 1, partial(pool.begin, Origin(prompt_tokens=1), hit, digests))
+            clock.time("begin", len(hit) or 1, partial(pool.policy.begin, Origin(prompt_tokens=1), hit, digests))
             clock.time("acquire", len(hit) or 1, partial(pool.acquire, hit))
             clock.time("release", len(hit) or 1, partial(pool.release, hit))
         clock.time("take_events", prompt_blocks, pool.prefixes.take_events)

@@ -94,10 +94,10 @@ def replay(trace: Trace, num_blocks: int, make_policy: MakePolicy, seed: int = 0
 
 def serve(pool: BlockPool, request: Request, tokens: bytes, digests: list[bytes]) -> int:
     """One request from beginning to end. Returns the number of blocks that it found."""
-    pool.advance(request.arrived_s)
+    pool.policy.advance(request.arrived_s)
     reused = pool.prefixes.find("", tokens, digests)
     origin = Origin(prompt_tokens=request.prompt_tokens)
-    pool.begin(origin, reused, digests)
+    pool.policy.begin(origin, reused, digests)
     pool.acquire(reused)
     table, parent = list(reused), reused[-1] if reused else None
     table += pool.allocate(min(len(digests) - len(reused), pool.available), after=parent) or []

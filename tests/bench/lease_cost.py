@@ -38,7 +38,10 @@ class Bench:
         self.rng = random.Random(0)
         self.pool = BlockPool(num_blocks, SIZE)
         self.leases = Leases(
-            self.pool, share=config.lease_share, tenant_share=config.lease_tenant_share, max_leases=config.max_leases
+            {"device": self.pool},
+            share=config.lease_share,
+            tenant_share=config.lease_tenant_share,
+            max_leases=config.max_leases,
         )
         self.now = 0.0
 

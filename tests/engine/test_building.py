@@ -23,4 +23,4 @@ def test_the_setting_chooses_who_is_evicted(name: Any, policy: type) -> None:
     cache = KVCache(CacheShape(1, 1, 8, torch.float32), hello.num_blocks, 16, torch.device("cpu"))
     runner: Any = SimpleNamespace(cache=cache, find_not_finite=lambda blocks: [])
     loop = make_loop(settings, hello, TOKENIZER, runner, lambda frames: None, lambda events: None)
-    assert type(loop._scheduler.pool._policy) is policy
+    assert type(loop._scheduler.pool.policy) is policy

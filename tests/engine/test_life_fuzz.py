@@ -122,7 +122,7 @@ class Fuzz:
             eos_ids=(EOS,),
         )
         bench.aside = self.beside_a_step
-        self.seen[f"evicts by {type(bench.pool._policy).__name__}"] += 1
+        self.seen[f"evicts by {type(bench.pool.policy).__name__}"] += 1
         return bench
 
     def run(self, commands: int = COMMANDS) -> Counter[str]:

@@ -26,15 +26,13 @@ class Shelf:
     def __init__(self, num_blocks: int = 100, *, slower: int = 0, **changes: float) -> None:
         values = {"share": 0.5, "tenant_share": 0.5, "max_leases": 100} | changes
         self.pool = BlockPool(num_blocks, SIZE)
+        self.slower = BlockPool(slower, SIZE) if slower else None
         self.leases = Leases(
-            self.pool,
+            {"device": self.pool} | ({"host": self.slower} if self.slower else {}),
             share=values["share"],
             tenant_share=values["tenant_share"],
             max_leases=int(values["max_leases"]),
         )
-        self.slower = BlockPool(slower, SIZE) if slower else None
-        if self.slower:
-            self.leases.add_tier("host", self.slower)
 
     def store(
         self,

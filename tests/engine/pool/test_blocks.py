@@ -285,12 +285,7 @@ def test_a_busy_pool_stays_sound_and_its_events_add_up(rng: random.Random) -> No
             if pool.available_beside(hit) >= missing:
                 tables.append(store(pool, tokens))
         elif roll < 0.9 and tables:
-            gone = [tables.pop(rng.randrange(len(tables))) for _ in range(rng.randint(1, len(tables)))]
-            hit = find(pool, rng.choice(prompts))
-            predicted = pool.available_without([block for table in gone for block in table], hit)
-            for table in gone:
-                pool.release(table)
-            assert pool.available_beside(hit) == predicted
+            pool.release(tables.pop(rng.randrange(len(tables))))
         elif tables and rng.random() < 0.3:
             pool.forget([rng.choice(rng.choice(tables))])
             leased = [(block, tokens) for block, tokens in leased if pool.is_leased(block)]

@@ -90,10 +90,10 @@ def serve(pool: BlockPool, path: list[int], now: float, **known: Any) -> int:
     output_tokens = known.pop("output_tokens", 100)
     digests = [digest_of(*path[: end + 1]) for end in range(len(path))]
     tokens = b"".join(number.to_bytes(TOKEN_BYTES, "little") for number in path)
-    pool.advance(now)
+    pool.policy.advance(now)
     reused = pool.prefixes.find("", tokens, digests)
     origin = Origin(prompt_tokens=len(path), **known)
-    pool.begin(origin, reused, digests)
+    pool.policy.begin(origin, reused, digests)
     pool.acquire(reused)
     fresh = pool.allocate(len(path) - len(reused))
     assert fresh is not None
