@@ -203,14 +203,9 @@ class BlockTables:
         return Chain(sequence.salt, tokens, sequence.digests[:num_blocks])
 
     def _introduce(self, sequence: Sequence, reused: list[int]) -> None:
-        """Tells eviction of a request, as far as the engine knows it. What a prompt_cache_key keeps apart has a salt of
-        its own, so the salt is the group."""
-        marked_tokens = max((point.tokens for point in sequence.breakpoints), default=0)
-        origin = sequence.origin
-        origin.prompt_tokens = sequence.num_prompt
-        origin.marked_blocks = marked_tokens // self.pool.block_size
-        origin.group = sequence.salt
-        self.pool.policy.begin(origin, reused, sequence.digests)
+        """Tells the eviction policy of a request."""
+        sequence.origin.prompt_tokens = sequence.num_prompt
+        self.pool.policy.begin(sequence.origin, reused, sequence.digests)
 
     def _move_tip(self, chain: _Chain, tip: int, *, lent: bool) -> None:
         if lent:

@@ -17,10 +17,6 @@ from typing import Protocol
 class Origin:
     """The request that makes or reuses blocks, as far as eviction wants to know it. One object for all its blocks.
 
-    engine/tables.py says:
-    prompt_tokens
-    marked_blocks  leading blocks that lie under a breakpoint: the client asked for them to be kept
-    group          whatever the client's requests are kept apart by: a prompt_cache_key, a tenant; empty without one
     output_tokens  None until the request has ended; set before its blocks are released
 
     The rest belongs to the policy:
@@ -28,12 +24,9 @@ class Origin:
     new_tokens     prompt tokens that no earlier request had
     unstored       blocks of its prompt that are still to be stored; negative once its answer is
     number         class of its blocks, for an answer of numbered_output tokens; -1 before it was looked up
-    weight         of its group
     """
 
     prompt_tokens: int = 0
-    marked_blocks: int = 0
-    group: str = ""
     output_tokens: int | None = None
 
     turn: int = 0
@@ -41,7 +34,6 @@ class Origin:
     unstored: int = 0
     number: int = -1
     numbered_output: int | None = None
-    weight: float = 1.0
 
 
 class EvictionPolicy(Protocol):

@@ -2,9 +2,8 @@
 
 What a block promises follows from its class and from how long it has not been used. A class is what is known of the
 request that made or last used the block: its turn in a conversation, how much of its prompt was new, how long its
-answer was, whether the client marked the place with a breakpoint. A head, from which different prompts go on, is
-classed by its hits instead. How soon blocks of a class are used again is learned while it happens, also from blocks
-that were evicted. The scores of a group (a prompt_cache_key, a tenant) are scaled by how often its requests go on.
+answer was. A head, from which different prompts go on, is classed by its hits instead. How soon blocks of a class are
+used again is learned while it happens, also from blocks that were evicted.
 
 The order of eviction is that of the scores, nearly: each second the least recently used leaf of each class is scored,
 and every new leaf when it comes; the lowest goes, and the next of its class is scored.
@@ -30,8 +29,8 @@ _HEAD_HITS: Final = 8  # classes of heads: 0 or 1 hits, 2 or 3, 4 to 7, ...
 
 _PER_TURN: Final = (len(_NEW_TOKENS) + 1) * (len(_OUTPUT_TOKENS) + 1)
 _ORDINARY: Final = (len(_TURNS) + 1) * _PER_TURN
-NUM_CLASSES: Final = 2 * _ORDINARY + _HEAD_HITS
-"""Ordinary ones, those under a breakpoint, and heads."""
+NUM_CLASSES: Final = _ORDINARY + _HEAD_HITS
+"""Ordinary ones, and heads."""
 
 HEAD_CHILDREN: Final = 2
 """Different blocks of prompts that follow upon a block, from which on it is a head."""
@@ -40,23 +39,16 @@ MAX_TIPS: Final = 1 << 14
 """Ends of prompts that are remembered with their turn, so that a conversation is known again without its blocks."""
 
 
-MAX_GROUPS: Final = 4096
-_GROUP_WEIGHT: Final = 4.0
-"""Requests of its own after which a group counts as much as all requests together."""
-
 WARM_SHARE: Final = 4
 """Before a quarter of the pool has been evicted once, too little is known and the least recently used leaf goes."""
 
 
 def _parents() -> list[int]:
-    """The tree of classes: class -> turn under a breakpoint or not -> turn -> all; heads -> all."""
+    """The tree of classes: class -> turn -> all; heads -> all."""
     turns = len(_TURNS) + 1
-    plain, marked = NUM_CLASSES, NUM_CLASSES + turns
-    heads, root = marked + turns, marked + turns + 1
-    parents = [plain + number // _PER_TURN for number in range(_ORDINARY)]
-    parents += [marked + number // _PER_TURN for number in range(_ORDINARY)]
-    parents += [heads] * _HEAD_HITS + [root] * turns + [plain + turn for turn in range(turns)] + [root, -1]
-    return parents
+    heads, root = NUM_CLASSES + turns, NUM_CLASSES + turns + 1
+    parents = [NUM_CLASSES + number // _PER_TURN for number in range(_ORDINARY)]
+    return parents + [heads] * _HEAD_HITS + [root] * turns + [root, -1]
 
 
 def _place(value: int, ends: Sequence[int]) -> int:
@@ -78,7 +70,6 @@ class HitDensity:
         self._hits = [0] * num_blocks
         self._first_child: list[bytes | None] = [None] * num_blocks
         self._children = [0] * num_blocks  # the first one, and each time another was stored that differs from it
-        self._depth = [0] * num_blocks
         self._used = [0.0] * num_blocks  # second of the last use
         self._class = [0] * num_blocks
 
@@ -89,8 +80,6 @@ class HitDensity:
         self._scored = False  # the queue is that of this second
 
         self._tips: OrderedDict[bytes, int] = OrderedDict()  # digest -> turn
-        self._groups: OrderedDict[str, list[int]] = OrderedDict()  # -> requests, those that went on
-        self._all_requests = [0, 0]
 
     # -- what requests do ---------------------------------------------------------------------------------------------
 
@@ -112,8 +101,6 @@ class HitDensity:
             self._tips.move_to_end(digests[-1])
             if len(self._tips) > MAX_TIPS:
                 self._tips.popitem(last=False)
-        if origin.group:
-            origin.weight = self._weigh(origin)
         hits, origins, records = self._hits, self._origin, self._record
         for block in reused:
             hits[block] += 1
@@ -124,15 +111,13 @@ class HitDensity:
 
     def store(self, block: int, parent: int, digest: bytes, origin: Origin | None) -> None:
         self._origin[block] = origin or _NOBODY
-        self._hits[block] = self._children[block] = self._depth[block] = 0
+        self._hits[block] = self._children[block] = 0
         self._first_child[block] = None
-        if parent >= 0:
-            self._depth[block] = self._depth[parent] + 1
-            if origin is None or origin.unstored > 0:  # an answer is no other prompt
-                first = self._first_child[parent]
-                if first is None:
-                    self._first_child[parent] = digest
-                self._children[parent] += first != digest
+        if parent >= 0 and (origin is None or origin.unstored > 0):  # an answer is no other prompt
+            first = self._first_child[parent]
+            if first is None:
+                self._first_child[parent] = digest
+            self._children[parent] += first != digest
         if origin is not None:
             origin.unstored -= 1
         record = self._record[block] = self._lifetimes.watch(digest)
@@ -166,21 +151,9 @@ class HitDensity:
             return len(reused), 0
         return len(reused), self._origin[reused[-1]].turn
 
-    def _weigh(self, origin: Origin) -> float:
-        """How much more often requests of this one's group go on with what is there than all requests do."""
-        group = self._groups.setdefault(origin.group, [0, 0])
-        self._groups.move_to_end(origin.group)
-        if len(self._groups) > MAX_GROUPS:
-            self._groups.popitem(last=False)
-        for counts in (group, self._all_requests):
-            counts[0] += 1
-            counts[1] += origin.turn > 1
-        usual = (self._all_requests[1] + 1) / (self._all_requests[0] + 1)
-        return (group[1] + _GROUP_WEIGHT * usual) / (group[0] + _GROUP_WEIGHT) / usual
-
     def _classify(self, block: int) -> int:
         if self._children[block] >= HEAD_CHILDREN:
-            return 2 * _ORDINARY + min(max(self._hits[block].bit_length() - 1, 0), _HEAD_HITS - 1)
+            return _ORDINARY + min(max(self._hits[block].bit_length() - 1, 0), _HEAD_HITS - 1)
         origin = self._origin[block]
         if origin.number < 0 or origin.numbered_output != origin.output_tokens:
             output = origin.output_tokens
@@ -190,7 +163,7 @@ class HitDensity:
                 + (len(_OUTPUT_TOKENS) + 1) * _place(origin.new_tokens, _NEW_TOKENS)
                 + (_UNKNOWN_OUTPUT if output is None else _place(output, _OUTPUT_TOKENS))
             )
-        return origin.number + (_ORDINARY if self._depth[block] < origin.marked_blocks else 0)
+        return origin.number
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
@@ -234,7 +207,7 @@ class HitDensity:
         """Hits per second that keeping a cached block promises; 0 for all of them while too little is known."""
         if self._until_warm > 0:
             return 0.0
-        return self._rates.score(self._class[block], self._now - self._used[block]) * self._origin[block].weight
+        return self._rates.score(self._class[block], self._now - self._used[block])
 
     def _enqueue(self, block: int) -> None:
         heapq.heappush(self._queue, (self.score(block), self._used[block], block, self._class[block]))

@@ -78,7 +78,7 @@ def test_a_pool_stays_sound_under_each_policy(make: Callable[[int], EvictionPoli
     for _ in range(150):
         now += rng.choice((0.0, 0.1, 5.0, 600.0))
         path = [rng.randrange(3) for _ in range(rng.randint(1, BLOCKS))]
-        serve(pool, path, now, output_tokens=rng.choice((None, 5, 500)), marked_blocks=rng.randint(0, 3))
+        serve(pool, path, now, output_tokens=rng.choice((None, 5, 500)))
         if rng.random() < 0.05:
             pool.forget([rng.randrange(BLOCKS)])
         assert pool.check_invariants() == []

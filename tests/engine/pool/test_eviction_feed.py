@@ -36,11 +36,10 @@ class Notes(LeastRecentlyUsed):
 def test_a_request_is_introduced_before_it_stores_and_its_answer_is_known_when_it_lets_go() -> None:
     notes = Notes(64)
     bench = make(policy=notes)
-    bench.submit(1, prompt(5 * SIZE), salt="key", breakpoints=((2 * SIZE + 1, 60.0),), max_tokens=2 * SIZE)
+    bench.submit(1, prompt(5 * SIZE), max_tokens=2 * SIZE)
     bench.finish()
     ((origin, reused, total),) = notes.begun
     assert (origin.prompt_tokens, reused, total) == (5 * SIZE, 0, 5)
-    assert (origin.marked_blocks, origin.group) == (2, "key")
     assert origin.output_tokens == len(bench.answer(1))
     assert {id(each) for each in notes.stored.values()} == {id(origin)}
     assert notes.touched

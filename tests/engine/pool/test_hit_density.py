@@ -1,9 +1,9 @@
-"""What hit density knows of a block: turns, heads, breakpoints, groups, and that it is remembered after eviction."""
+"""What hit density knows of a block: turns, heads, and that it is remembered after eviction."""
 
 from __future__ import annotations
 
 from engine.pool.eviction import Origin
-from engine.pool.hit_density import MAX_GROUPS, MAX_TIPS, NUM_CLASSES, HitDensity
+from engine.pool.hit_density import MAX_TIPS, HitDensity
 
 SIZE = 16
 
@@ -88,14 +88,6 @@ def test_a_request_that_was_preempted_is_no_turn_of_its_own() -> None:
     assert origin.turn == 1
 
 
-def test_blocks_under_a_breakpoint_have_classes_of_their_own() -> None:
-    driver = Driver()
-    driver.ask([1, 2, 3, 4], marked_blocks=2)
-    marked, plain = driver.class_of(2), driver.class_of(3)
-    assert driver.class_of(1) == marked != plain == driver.class_of(4)
-    assert 0 <= plain < marked < NUM_CLASSES
-
-
 def test_the_length_of_the_answer_counts_once_it_is_known() -> None:
     driver = Driver()
     driver.ask([1], output_tokens=5)
@@ -104,20 +96,8 @@ def test_the_length_of_the_answer_counts_once_it_is_known() -> None:
     assert len({driver.class_of(number) for number in (1, 2, 3)}) == 3
 
 
-def test_a_group_that_goes_on_weighs_more_than_one_that_does_not() -> None:
-    driver = Driver(4000)
-    for chat in range(30):
-        first = 1000 * (chat + 1)
-        driver.ask([first], group="stops")
-        for turn in range(1, 4):
-            weight = driver.ask([first + 500 + step for step in range(turn)], group="goes on").weight
-    assert weight > 1.0 > driver.ask([7], group="stops").weight
-    assert driver.ask([8]).weight == 1.0
-
-
-def test_memories_of_prompts_and_groups_are_bounded() -> None:
+def test_memories_of_prompts_are_bounded() -> None:
     policy = HitDensity(4, SIZE, max_records=4)
     for number in range(MAX_TIPS + 100):
-        policy.begin(Origin(group=str(number)), [], [digest_of(number)])
+        policy.begin(Origin(), [], [digest_of(number)])
     assert len(policy._tips) == MAX_TIPS
-    assert len(policy._groups) == MAX_GROUPS
