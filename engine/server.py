@@ -21,7 +21,6 @@ import hmac
 import itertools
 import json
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
@@ -230,10 +229,8 @@ class Gateway:
         self.owner = owner
         self._limit_bytes = limit_bytes
         self._hang_up = hang_up
-        self._unsent: deque[bytes] = deque()
+        self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
         self._unsent_bytes = 0
-        self._work = asyncio.Event()
-        self._all_sent = asyncio.Event()
         self._gone = False
 
     def send(self, data: bytes, *, beyond_limit: bool = False) -> None:
@@ -250,32 +247,27 @@ class Gateway:
             self.forget()
             self._hang_up()
             return
-        self._unsent.append(data)
+        self._unsent.put_nowait(data)
         self._unsent_bytes += len(data)
-        self._all_sent.clear()
-        self._work.set()
 
     def forget(self) -> None:
         """Nothing more is sent."""
         self._gone = True
-        self._unsent.clear()
-        self._unsent_bytes = 0
-        self._all_sent.set()
+        while not self._unsent.empty():
+            self._unsent.get_nowait()
+            self._unsent.task_done()
 
     async def sent(self) -> None:
         """Returns when everything queued is handed to the socket. Waits for as long as the gateway does not read."""
-        await self._all_sent.wait()
+        await self._unsent.join()
 
     async def write(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Sends what is queued, in order, until it is cancelled or `send` fails."""
         while True:
-            await self._work.wait()
-            while self._unsent:
-                data = self._unsent.popleft()
-                await send(data)
-                self._unsent_bytes = max(0, self._unsent_bytes - len(data))
-            self._work.clear()
-            self._all_sent.set()
+            data = await self._unsent.get()
+            await send(data)
+            self._unsent_bytes -= len(data)
+            self._unsent.task_done()
 
 
 class Gateways:

@@ -153,31 +153,25 @@ def _check_chains(walk: _Walk) -> str | None:
     targets = _targets(walk)
     places = [number for number, _ in walk.references]
     done: set[int] = set()
-    recursive: str | None = None
-    for index, _ in enumerate(walk.references):
-        chain: list[tuple[int, Iterator[int]]] = []
-        within: set[int] = set()
-        following: int | None = index
-        while True:
-            if following is not None:
-                start = targets[following]
-                if start is not None and start in within:
-                    recursive = recursive or walk.path(places[following], "$ref")
-                elif start is not None and start not in done:
-                    inside = range(bisect_left(places, start), bisect_left(places, walk.ends[start]))
-                    chain.append((start, iter(inside)))
-                    within.add(start)
-                    if len(chain) > MAX_REFERENCE_CHAIN:
-                        reason = f"references may lead on {MAX_REFERENCE_CHAIN} times"
-                        raise SchemaError(walk.path(places[index], "$ref"), reason)
-            if not chain:
-                break
-            following = next(chain[-1][1], None)
-            if following is None:
-                start, _ = chain.pop()
-                within.discard(start)
-                done.add(start)
-    return recursive
+    recursive: list[int] = []
+
+    def follow(index: int, within: tuple[int, ...], first: int) -> None:
+        start = targets[index]
+        if start is None or start in done:
+            return
+        if start in within:
+            recursive.append(index)
+            return
+        if len(within) == MAX_REFERENCE_CHAIN:
+            reason = f"references may lead on {MAX_REFERENCE_CHAIN} times"
+            raise SchemaError(walk.path(places[first], "$ref"), reason)
+        for inner in range(bisect_left(places, start), bisect_left(places, walk.ends[start])):
+            follow(inner, (*within, start), first)
+        done.add(start)
+
+    for index in range(len(places)):
+        follow(index, (), index)
+    return walk.path(places[recursive[0]], "$ref") if recursive else None
 
 
 def _targets(walk: _Walk) -> list[int | None]:
