@@ -124,72 +124,51 @@ def test_keys_and_salts_arrive_up_to_their_limits() -> None:
         assert (parse().cache_key, parse().cache_salt) == ("", "")
 
 
-def test_one_stop_string_is_an_array_of_one() -> None:
-    assert chat(stop="x").stop == ("x",)
-
-
 WRONG = [
     ({"model": None}, "model", "missing_required_parameter"),
     ({"messages": None}, "messages", "missing_required_parameter"),
     ({"model": 3}, "model", "invalid_type"),
     ({"messages": "hi"}, "messages", "invalid_type"),
-    ({"messages": {}}, "messages", "invalid_type"),
     ({"messages": []}, "messages", "empty_array"),
     ({"stream": "true"}, "stream", "invalid_type"),
-    ({"stream": 1}, "stream", "invalid_type"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"stream": True, "stream_options": []}, "stream_options", "invalid_type"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type"),
     ({"stream": True, "stream_options": {"often": True}}, "stream_options.often", "unknown_parameter"),
     ({"max_tokens": 0}, "max_tokens", "integer_below_min_value"),
     ({"max_tokens": True}, "max_tokens", "invalid_type"),
-    ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
     ({"max_tokens": 16.0}, "max_tokens", "invalid_type"),
-    ({"max_tokens": "16"}, "max_tokens", "invalid_type"),
     ({"max_tokens": 2**31}, "max_tokens", "integer_above_max_value"),
     ({"max_tokens": 1e30}, "max_tokens", "integer_above_max_value"),
     ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "invalid_parameter_combination"),
     ({"temperature": -0.1}, "temperature", "decimal_below_min_value"),
     ({"temperature": 2.1}, "temperature", "decimal_above_max_value"),
     ({"temperature": True}, "temperature", "invalid_type"),
-    ({"temperature": "hot"}, "temperature", "invalid_type"),
     ({"top_p": 1.1}, "top_p", "decimal_above_max_value"),
     ({"top_k": -2}, "top_k", "integer_below_min_value"),
-    ({"presence_penalty": 3}, "presence_penalty", "decimal_above_max_value"),
-    ({"frequency_penalty": -3}, "frequency_penalty", "decimal_below_min_value"),
     ({"seed": 2**63}, "seed", "integer_above_max_value"),
     ({"seed": -1e30}, "seed", "integer_below_min_value"),
-    ({"seed": 0.5}, "seed", "invalid_type"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "array_above_max_length"),
     ({"stop": ["a", 1]}, "stop[1]", "invalid_type"),
     ({"stop": ["a", ""]}, "stop[1]", "empty_string"),
     ({"stop": ""}, "stop", "empty_string"),
-    ({"stop": 5}, "stop", "invalid_type"),
     ({"stop_token_ids": []}, "stop_token_ids", "empty_array"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "integer_below_min_value"),
     ({"stop_token_ids": [1] * 65}, "stop_token_ids", "array_above_max_length"),
     ({"logit_bias": []}, "logit_bias", "invalid_type"),
     ({"logit_bias": {"word": 1}}, "logit_bias", "invalid_value"),
-    ({"logit_bias": {"-1": 1}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"²": 1}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1", "decimal_above_max_value"),
     ({"logit_bias": {"1": None}}, "logit_bias.1", "invalid_type"),
     ({"n": 0}, "n", "integer_below_min_value"),
     ({"n": 129}, "n", "integer_above_max_value"),
-    ({"n": "1"}, "n", "invalid_type"),
     ({"safety_identifier": "x" * 129}, "safety_identifier", "string_above_max_length"),
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "object_above_max_properties"),
     ({"metadata": {"k" * 65: ""}}, "metadata", "string_above_max_length"),
     ({"metadata": {"k": "v" * 513}}, "metadata.k", "string_above_max_length"),
-    ({"metadata": {"k": 1}}, "metadata.k", "invalid_type"),
-    ({"store": "yes"}, "store", "invalid_type"),
-    ({"service_tier": "best"}, "service_tier", "invalid_value"),
     ({"reasoning_effort": "some"}, "reasoning_effort", "invalid_value"),
-    ({"verbosity": 1}, "verbosity", "invalid_type"),
-    ({"prompt_cache_key": 7}, "prompt_cache_key", "invalid_type"),
     ({"prompt_cache_key": "k" * 513}, "prompt_cache_key", "string_above_max_length"),
-    ({"cache_salt": 7}, "cache_salt", "invalid_type"),
     ({"cache_salt": ""}, "cache_salt", "empty_string"),
     ({"cache_salt": "s" * 129}, "cache_salt", "string_above_max_length"),
     ({"prompt_cache_options": {"mode": "off"}}, "prompt_cache_options.mode", "invalid_value"),
@@ -200,19 +179,13 @@ WRONG = [
     ({"response_format": "text"}, "response_format", "invalid_type"),
     ({"response_format": {}}, "response_format.type", "missing_required_parameter"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
-    ({"tool_choice": "always"}, "tool_choice", "invalid_value"),
-    ({"modalities": ["smell"]}, "modalities[0]", "invalid_value"),
     ({"top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
     ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
-    ({"top_logprobs": 1, "logprobs": False}, "top_logprobs", "invalid_value"),
     ({"logprobs": 1}, "logprobs", "invalid_type"),
     ({"min_p": 1.5}, "min_p", "decimal_above_max_value"),
     ({"repetition_penalty": 0}, "repetition_penalty", "decimal_below_min_value"),
-    ({"repetition_penalty": 11}, "repetition_penalty", "decimal_above_max_value"),
     ({"min_tokens": -1}, "min_tokens", "integer_below_min_value"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "invalid_value"),
-    ({"n": 0}, "n", "integer_below_min_value"),
-    ({"n": 129}, "n", "integer_above_max_value"),
     ({"foo": 1}, "foo", "unknown_parameter"),
     ({"best_of": 1}, "best_of", "unknown_parameter"),
 ]
@@ -239,13 +212,6 @@ REFUSED = [
 def test_what_is_not_carried_out_is_refused_and_never_ignored(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequestError) as refused:
         chat(**fields)
-    assert (refused.value.param, refused.value.code) == (next(iter(fields)), "unsupported_parameter")
-
-
-@pytest.mark.parametrize("fields", [{"suffix": "x"}], ids=str)
-def test_completions_refuse_what_is_not_carried_out(fields: dict[str, Any]) -> None:
-    with pytest.raises(BadRequestError) as refused:
-        completion(**fields)
     assert (refused.value.param, refused.value.code) == (next(iter(fields)), "unsupported_parameter")
 
 

@@ -116,12 +116,6 @@ async def test_no_tokens_computes_the_prompt_and_returns_none(stream: bool) -> N
         assert (gateway.pipeline.requests[0].prewarm, gateway.pipeline.sampling.max_tokens) == (True, 0)
 
 
-async def test_nothing_is_a_prompt_too() -> None:
-    async with running() as gateway, gateway.sdk() as client:
-        await client.completions.create(model="demo", prompt=None)
-        assert gateway.pipeline.requests[0].prompt_param == "prompt"
-
-
 ERRORS = [
     (
         ContextLengthError(8192, 9000, 10, param="messages"),

@@ -139,10 +139,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "stream_options.include_usage",
         "unknown_parameter",
     ),
-    ({"top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
-    ({"include": "x"}, "include", "invalid_type"),
     ({"include": ["x"]}, "include[0]", "invalid_value"),
-    ({"text": "x"}, "text", "invalid_type"),
     ({"text": {"style": 1}}, "text.style", "unknown_parameter"),
     ({"text": {"verbosity": "none"}}, "text.verbosity", "invalid_value"),
     ({"text": {"format": {"type": "json"}}}, "text.format.type", "invalid_value"),
@@ -167,10 +164,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 16, "min_tokens": 17}, "min_tokens", "invalid_value"),
     ({"prompt_cache_options": {"ttl": "31m"}}, "prompt_cache_options.ttl", "invalid_value"),
     ({"prompt_cache_options": {"prewarm": 1}}, "prompt_cache_options.prewarm", "invalid_type"),
-    ({"reasoning": {"effort": "some"}}, "reasoning.effort", "invalid_value"),
-    ({"metadata": {"k": 1}}, "metadata.k", "invalid_type"),
-    ({"service_tier": "best"}, "service_tier", "invalid_value"),
-    ({"truncation": "middle"}, "truncation", "invalid_value"),
 ]
 
 
