@@ -16,18 +16,7 @@ from aiohttp import web
 
 from gateway.api.answering import Answering, parsed
 from gateway.api.dialect import Route
-from gateway.api.fields import (
-    MAX_ITEMS,
-    at_most,
-    choice,
-    integer,
-    invalid,
-    no_effect,
-    read,
-    table,
-    text,
-    used,
-)
+from gateway.api.fields import MAX_ITEMS, at_most, choice, integer, invalid, no_effect, read, table, text, used
 from gateway.api.lines import Endpoint
 from gateway.api.openai.inputs import Inputs, texts_or_ids
 from gateway.api.openai.wire import OPENAI
@@ -120,7 +109,7 @@ class Embeddings:
                 ("model", "input"),
                 example={"model": self.settings.names[0], "input": "The weather is lovely today."},
                 passes="metered",
-            ),
+            )
         ]
 
     def endpoints(self) -> dict[str, Endpoint]:

@@ -60,8 +60,7 @@ response_format: Final = tagged(
 """None for plain text."""
 
 text_format: Final = tagged(
-    "type",
-    {**_without_schema, "json_schema": made(closed_record("name", type=_string, **_schema), _json_schema)},
+    "type", {**_without_schema, "json_schema": made(closed_record("name", type=_string, **_schema), _json_schema)}
 )
 """`text.format` of the Responses API, which is flat."""
 

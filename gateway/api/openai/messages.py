@@ -12,18 +12,7 @@ from typing import Any, Final
 import orjson
 
 from gateway.api.body import deeper_than
-from gateway.api.fields import (
-    Check,
-    anything,
-    array_of,
-    made,
-    missing,
-    record,
-    tagged,
-    takes,
-    text,
-    text_or,
-)
+from gateway.api.fields import Check, anything, array_of, made, missing, record, tagged, takes, text, text_or
 from gateway.api.openai.caching import check_breakpoint, check_control
 from gateway.api.openai.tools import arguments_of
 from gateway.api.structure import count_structure

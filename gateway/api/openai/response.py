@@ -246,10 +246,7 @@ def _fingerprint(namespace: Namespace) -> str:
 def chat_logprobs(scored: Sequence[ScoredToken]) -> dict[str, Any]:
     """`choices[].logprobs` of a chat: `token` is for reading, `bytes` is exact."""
     content = [
-        {
-            **_entry(one.token, one.logprob),
-            "top_logprobs": [_entry(token, logprob) for token, logprob in one.top],
-        }
+        {**_entry(one.token, one.logprob), "top_logprobs": [_entry(token, logprob) for token, logprob in one.top]}
         for one in scored
     ]
     return {"content": content, "refusal": None}

@@ -55,11 +55,7 @@ _REACHED: Final[tuple[State, ...]] = (
 """States of which a batch says when it reached them."""
 
 _expires_after: Final = made(
-    record(
-        *("anchor", "seconds"),
-        anchor=choice("created_at"),
-        seconds=integer(SHORTEST_S, LONGEST_S),
-    ),
+    record(*("anchor", "seconds"), anchor=choice("created_at"), seconds=integer(SHORTEST_S, LONGEST_S)),
     lambda given, _: float(given["seconds"]),
 )
 CREATE: Final = table(
@@ -168,11 +164,7 @@ def job_json(job: Job) -> dict[str, Any]:
         "created_at": int(job.created_s),
         "expires_at": int(job.expires_s),
         **{f"{state}_at": int(job.reached[state]) if state in job.reached else None for state in _REACHED},
-        "request_counts": {
-            "total": job.counts.total,
-            "completed": job.counts.succeeded,
-            "failed": job.counts.failed,
-        },
+        "request_counts": {"total": job.counts.total, "completed": job.counts.succeeded, "failed": job.counts.failed},
         "metadata": dict(job.metadata) or None,
         "usage": {
             "input_tokens": usage.prompt_tokens,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
@@ -20,7 +20,6 @@ from gateway.api.openai.responses.items import with_ids
 from gateway.api.openai.responses.keeping import RETRY_AFTER_S, Background, ResponseKeeper, settled
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
 from gateway.api.openai.responses.request import ResponsesRequest, parse, shortened, to_call, turns
-from gateway.api.openai.responses.response import new_token
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse, diagnose, resolved
 from gateway.api.openai.responses.tools import Item
@@ -121,7 +120,7 @@ class Responses:
 
     async def _wanted(self, record: Record, tenant: Tenant, query: ResponsesRequest) -> _Wanted:
         model = self.answering.model(query.values["model"], record)
-        token = new_token()
+        token = secrets.token_hex(16)  # what the ids of a response and of its items have in common
         found = await self._items(tenant, query)
         record.work = max(record.work, work_of(0, len(found)))
         items = await off_loop(record.work, lambda: with_ids(found, token))
@@ -272,25 +271,23 @@ class Responses:
         self, record: Record, tenant: Tenant, query: ResponsesRequest, items: list[Item], model: Hello
     ) -> Call:
         """With `truncation: auto`, of the most turns that fit; else, or if not even the last one fits, of all."""
-        size = record.work
-        whole = await off_loop(size, lambda: to_call(query, items, self.leases))
-        starts = turns(items)
+        starts = turns(items) or [0]
+
+        async def from_turn(index: int) -> Call:
+            kept = shortened(items, starts[index])
+            return await off_loop(record.work, lambda: to_call(query, kept, self.leases))
+
+        whole = await from_turn(0)
         if query.values.get("truncation") != "auto" or await self._fits(record, tenant, whole, model):
             return whole
         first, last = 1, len(starts)  # the turn to begin with is one of these; the last is none
         while first < last:
             middle = (first + last) // 2
-            shorter = await off_loop(size, partial(self._shortened, query, items, starts[middle]))
-            if await self._fits(record, tenant, shorter, model):
+            if await self._fits(record, tenant, await from_turn(middle), model):
                 last = middle
             else:
                 first = middle + 1
-        if first == len(starts):
-            return whole
-        return await off_loop(size, partial(self._shortened, query, items, starts[first]))
-
-    def _shortened(self, query: ResponsesRequest, items: list[Item], start: int) -> Call:
-        return to_call(query, shortened(items, start), self.leases)
+        return whole if first == len(starts) else await from_turn(first)
 
     async def _fits(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> bool:
         try:

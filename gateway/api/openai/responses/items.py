@@ -137,8 +137,7 @@ def _message(part: Check[Item], wrap: Callable[[str], Item]) -> Check[Item]:
 
 _users: Final = _message(_input_part, _input_text)
 _messages: Final = tagged(
-    "role",
-    {role: _message(_assistant_part, _output_text) if role == "assistant" else _users for role in ROLES},
+    "role", {role: _message(_assistant_part, _output_text) if role == "assistant" else _users for role in ROLES}
 )
 _reference: Final = made(
     record("id", type=_string, id=_string), lambda item, _: {"type": "item_reference", "id": item["id"]}

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from gateway import tasks
 from gateway.api.middleware import noted
-from gateway.api.openai.responses.response import failed_response
-from gateway.api.openai.responses.shape import ResponseShape
+from gateway.api.openai.responses.shape import ResponseShape, failed_response
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse
 from gateway.api.openai.responses.tools import Item
 from gateway.api.record import CLIENT_LEFT, Observer, Record, failed
@@ -109,10 +108,7 @@ class Background:
         if self._closing:
             raise OverloadedError("The server is being stopped.", retry_after_s=RETRY_AFTER_S)
         if len(self._running) >= self._most:
-            raise QueueFullError(
-                f"{self._most} responses run in the background already.",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            raise QueueFullError(f"{self._most} responses run in the background already.", retry_after_s=RETRY_AFTER_S)
 
     async def start(self, record: Record, keeper: ResponseKeeper, work: Work) -> None:
         """Begins `work`, once the response is kept as in progress. Raises OverloadedError when it cannot be kept."""

@@ -188,10 +188,7 @@ RESPONSE: Final = table(
     refused("access_programs", "There are no access programs."),
 )
 
-TOKENS: Final = table(
-    *_INPUT,
-    refused("personality", "There are no personalities.", _string),
-)
+TOKENS: Final = table(*_INPUT, refused("personality", "There are no personalities.", _string))
 
 IN_RESPONSE_URL: Final = table(
     refused("stream", "A kept response is not streamed.", in_url(boolean), "boolean; only `false`", False),

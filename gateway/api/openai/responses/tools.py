@@ -13,18 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import orjson
 
-from gateway.api.fields import (
-    Check,
-    anything,
-    array_of,
-    closed_record,
-    made,
-    object_schema,
-    shown,
-    tagged,
-    takes,
-    text,
-)
+from gateway.api.fields import Check, anything, array_of, closed_record, made, object_schema, shown, tagged, takes, text
 from gateway.api.openai.tools import (
     SERVER_TOOLS,
     arguments_of,
@@ -53,12 +42,7 @@ _INTEGER: Final = {"type": "integer"}
 
 
 def _built_in(name: str, description: str, required: str, **properties: Any) -> Tool:
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": required.split(),
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
     return Tool(name, description, schema, strict=True)
 
 
