@@ -46,7 +46,7 @@ def file_routes(files: FileStore, upload_timeout_s: float) -> list[Route]:
 
 
 def file_json(stored: StoredFile) -> dict[str, Any]:
-    """As every route tells it. Times are whole seconds, and a file is never there longer than it says."""
+    """The file object. Times are whole seconds; a file never lives longer than its `expires_at`."""
     return {
         "id": PREFIX + stored.id,
         "object": "file",

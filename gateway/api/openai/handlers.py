@@ -106,6 +106,6 @@ class OpenAI:
         return Generation(call, model, shape, stamp=shape.stamp(stream=call.stream))
 
     def _models(self, http: web.Request) -> Mapping[str, int]:
-        """Those that embed come last: what takes the first wants one that answers."""
+        """Embedding models are last: a client that takes the first model wants one that generates."""
         models = self._answering.passthrough.models(http[RECORD])
         return {**models, **{name: at for name, at in self._answering.embedding_models.items() if name not in models}}

@@ -233,7 +233,9 @@ CHAT = table(
         "metadata", string_map(16, 64, 512), "up to 16 pairs, key up to 64, value up to 512 characters", "Not kept."
     ),
     no_effect("store", boolean, "", "Nothing is stored."),
-    used("service_tier", choice(*TIERS), "", "Who goes first where requests wait; the answer says which it was."),
+    used(
+        "service_tier", choice(*TIERS), "", "Priority among waiting requests; the answer has the tier that was served."
+    ),
     no_effect("reasoning_effort", choice(*EFFORTS), "", "The model reasons as it was made to."),
     no_effect("verbosity", choice("low", "medium", "high"), "", "As the model likes it."),
     no_effect(
@@ -280,7 +282,7 @@ COMPLETION = table(
         "best_of",
         integer(1, 20),
         ", default `n`",
-        "Generates so many answers and tells the `n` likeliest, by the mean log probability of their tokens.",
+        "Generates so many answers and returns the `n` likeliest, by the mean log probability of their tokens.",
     ),
     refused("suffix", "Filling in before a suffix is not supported.", _string),
 )

@@ -1,5 +1,5 @@
 """Answers as the OpenAI dialect writes them: whole bodies, and SSE chunks from templates that are made once per answer,
-so that a piece of text costs one escape and one concatenation.
+so that a chunk of text costs one escape and one concatenation.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class ChatShape(_ChoicesShape):
         return b"".join(self._chunk(index, role) for index in range(self._n))
 
     def text(self, index: int, delta: TextDelta) -> bytes:
-        """A piece of text, with the log probabilities of its tokens where they are asked for."""
+        """A chunk of text, with the log probabilities of its tokens where they are requested."""
         logprobs = json_line(chat_logprobs(delta.scored)) if delta.scored else b"null"
         return self._chunk(index, b'"delta":{"content":%b}' % json_text(delta.text), b"null", logprobs)
 
     def call(self, index: int, delta: CallDelta) -> bytes:
-        """Id, type and name once, with the first piece of a call: SDKs join what comes twice. The input of a custom
+        """Id, type and name once, with the first chunk of a call: SDKs join repeated fields. The input of a custom
         tool comes whole, at the end of its call."""
         if delta.name in self._custom:
             return self._input(index) + self._open_custom(index, delta)
@@ -205,7 +205,7 @@ class CompletionShape(_ChoicesShape):
         return self._text(index, echo, completion_logprobs((), 0, started.scored) if started.scored else None)
 
     def text(self, index: int, delta: TextDelta) -> bytes:
-        """A piece of text, with the log probabilities of its tokens where they are asked for."""
+        """A chunk of text, with the log probabilities of its tokens where they are requested."""
         scored = completion_logprobs(delta.scored, self._echoed[index]) if delta.scored else None
         return self._text(index, delta.text, scored)
 
@@ -280,7 +280,7 @@ def _entry(token: Spelled, logprob: float) -> dict[str, Any]:
 
 
 def _name(token: Spelled) -> str:
-    """Its text; a token that is no text by itself is told by its bytes, as this route always did."""
+    """Its text; the bytes of a token that is not valid UTF-8 by itself, in the form of the legacy API."""
     if token.bytes is None or token.bytes == token.text.encode():
         return token.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)

@@ -1,5 +1,5 @@
-"""/v1/batches of the OpenAI API. What is asked for is checked here, the batch lane keeps the jobs and runs them, and
-rows.py knows what is in their files.
+"""/v1/batches of the OpenAI API. Requests are checked here, the batch queue stores the jobs and runs them, and rows.py
+reads and writes their files.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ CREATE: Final = table(
         "metadata",
         string_map(16, 64, 512),
         "up to 16 pairs, key up to 64, value up to 512 characters",
-        "Told again with the batch.",
+        "Returned with the batch.",
     ),
     used(
         "output_expires_after",
@@ -147,7 +147,7 @@ class OpenAIBatches:
 
 
 def job_json(job: Job) -> dict[str, Any]:
-    """As every route tells it."""
+    """The batch object."""
     errors = [one._asdict() for one in job.errors]
     usage = job.usage
     return {

@@ -21,7 +21,7 @@ from gateway.queues.batch.base import Checked, JobError, Line, Unrun
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_ERRORS: Final = 100
-"""That are told; a file in the wrong format has one for each row."""
+"""Reported at most; a file in the wrong format has one for each row."""
 MAX_CUSTOM_ID_CHARS: Final = 512
 
 _FIELDS: Final = frozenset({"custom_id", "method", "url", "body"})
@@ -50,9 +50,9 @@ def row_format(limits: RowLimits) -> RowFormat:
     )
 
 
-def answered(row: Row, request_id: str, came: Answered) -> bytes:
+def answered(row: Row, request_id: str, result: Answered) -> bytes:
     """A request that ran, whatever became of it."""
-    response = {"status_code": came.status, "request_id": request_id, "body": orjson.Fragment(came.body)}
+    response = {"status_code": result.status, "request_id": request_id, "body": orjson.Fragment(result.body)}
     return _result(row, request_id, {"response": response, "error": None})
 
 

@@ -239,7 +239,7 @@ class Responses:
         return [*previous, *await resolved(self.store, tenant.name, query.items)]
 
     async def _find_previous(self, tenant: Tenant, query: ResponsesRequest) -> list[Item]:
-        """The conversation of the response that is gone on from; nothing without one."""
+        """The conversation of `previous_response_id`; empty without one."""
         previous = query.values.get("previous_response_id")
         if previous is None:
             return []

@@ -1,5 +1,5 @@
 """Items of the Responses API: what a conversation is made of there. Checked here, and brought into the one form in
-which they are kept, told and rendered: every message has a list of parts, every item an id.
+which they are stored, returned and rendered: every message has a list of parts, every item an id.
 
 An item's id begins with that of its response, so that it can be found again. Pure; request.py makes a prompt of items.
 """
@@ -101,7 +101,7 @@ def _no_media(kind: str, path: str) -> BadRequestError | None:
 def _kind(
     kind: str, *required: str, status: Check[str] = _status, unused: tuple[str, ...] = (), **fields: Check[Any]
 ) -> Check[Item]:
-    """Items of this type, in the order in which they are told."""
+    """Items of this type, with the fields in the order in which they are returned."""
 
     def settle(given: Item, path: str) -> Item:
         item = {"id": given["id"]} if "id" in given else {}

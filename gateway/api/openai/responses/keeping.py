@@ -1,4 +1,4 @@
-"""Stores responses: as soon as it is known how they ended, before the client knows; and those of the background.
+"""Stores responses, before the client gets their end, and runs those of the background.
 
 Background responses run in the gateway that got the request, and are no more durable than it: one that is stopped gives
 them the time of its shutdown and stores the rest as failed. Of a gateway that was killed, a later look-up finds the
@@ -77,7 +77,7 @@ class ResponseKeeper(Account):
         await self._keep()
 
     def abandoned(self) -> None:
-        """The client left. Only one that was told an id can ask for it again."""
+        """The client disconnected. Only one that has received an id can retrieve the response."""
         if self.shape.begun and not self._done:
             tasks.spawn(self.cancelled(), name="keep a cancelled response")
 

@@ -76,7 +76,7 @@ _INPUT = (
         "previous_response_id",
         _string,
         "id of a kept response",
-        "What it answered and what it said come before `input`; its instructions do not.",
+        "Its input and output are put before `input`; its instructions are not.",
     ),
     used(
         "truncation",
@@ -134,7 +134,7 @@ RESPONSE: Final = table(
         "metadata",
         string_map(16, 64, 512),
         "up to 16 pairs, key up to 64, value up to 512 characters",
-        "Told again with the response.",
+        "Returned with the response.",
     ),
     used(
         "prompt_cache_options",
@@ -165,14 +165,14 @@ RESPONSE: Final = table(
         "service_tier",
         choice(*TIERS, "ultrafast"),
         "",
-        "Who goes first where requests wait, as in chats; the answer says which it was.",
+        "Priority among waiting requests, as in chats; the answer has the tier that was served.",
     ),
     no_effect("max_tool_calls", integer(1, MAX_TOKENS), "integer from 1", "It limits built-in tools; there are none."),
     used(
         "store",
         boolean,
         "boolean, default true",
-        "Keeps the response. It says `store: false` where that was not possible.",
+        "Stores the response, which has `store: false` where that was not possible.",
     ),
     used(
         "background",

@@ -1,7 +1,7 @@
 """Responses of the OpenAI API in their two forms: events into a response, and back. Pure.
 
-A stream ends with the whole response, so that only the way back has to be made up: the events of a stream that says
-everything at once, in the order that the SDK's accumulator insists on.
+A stream ends with the whole response, so only the way back needs work: the events of a stream with one delta for each
+text, in the order that the SDK's accumulator requires.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def part_done(where: Json, number: int, part: Json) -> list[Event]:
 
 
 def call_done(where: Json, item: Json) -> list[Event]:
-    """Nothing for a call of a built-in tool: its item says everything."""
+    """Nothing for a call of a built-in tool: its item has everything."""
     match item["type"]:
         case "function_call":
             fields = {**where, "name": item["name"], "arguments": item["arguments"]}

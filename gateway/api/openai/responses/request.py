@@ -1,6 +1,6 @@
 """Bodies of the Responses API, checked, into a Call. Pure: handlers.py brings what is kept of earlier responses.
 
-What a model says in one turn is several items there (a message and the calls behind it), and one message to a template:
+One turn of a model is several items there (a message and the calls behind it), and one message to a template:
 they are put together again, so that a history renders to what the model wrote. Reasoning is left out.
 """
 
@@ -30,7 +30,7 @@ from gateway.types import ChatPrompt
 class ResponsesRequest:
     """One POST to /v1/responses, checked.
 
-    body    as it came, for what is only told again
+    body    as received, for fields that are only returned
     values  checked, by parameter
     """
 

@@ -1,6 +1,6 @@
 """A response as it is written: the events of a stream, or a whole answer, into the same object.
 
-Events follow the order that the SDK's accumulator insists on. Knows nothing of how responses are kept.
+Events follow the order that the SDK's accumulator requires. How responses are stored is keeping.py's.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from gateway.errors import KvasirError
 from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, Started, TextDelta, Tier, Tool, Usage
 
 REPORTED_TTLS: Final = ("30m", "12h")
-"""Whose tokens are always told; those of others only where there are any."""
+"""Lifetimes whose tokens are always reported; those of others only where there are any."""
 
 _RATE_LIMITED: Final = 429
 
 Diagnose = Callable[[Mapping[str, Any], Usage], dict[str, Any]]
-"""What `prompt_cache_diagnostics` says of a response."""
+"""Makes the `prompt_cache_diagnostics` of a response."""
 
 
 class ResponseShape(Shape):
-    """One response. `response` is the object as it stands; `begun` says whether a client has been told its id."""
+    """One response. `response` is the object as it stands; `begun`: a client has received its id."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class ResponseShape(Shape):
             response["prompt_cache_diagnostics"] = self._diagnose(response, usage)
 
     def fail(self, error: KvasirError) -> None:
-        """What is open is closed, with events that `failure` tells."""
+        """Closes the open item, with events that `failure` sends."""
         self._unsent = self._close(cut=True)
         self.response = failed_response(self.response, error)
         if self._prompt is not None:
@@ -218,7 +218,7 @@ class _Open(NamedTuple):
 
 
 def _pieces(answer: Answer) -> list[TextDelta | CallDelta]:
-    """What a stream would have brought, in a few pieces: calls are where they were in the text."""
+    """The deltas of a stream with as few as possible: calls are where they were in the text."""
     deltas: list[TextDelta | CallDelta] = []
     done = 0
     for number, call in enumerate(answer.calls):
@@ -239,7 +239,7 @@ def _texts_between(answer: Answer, start: int, end: int | None) -> list[TextDelt
 
 
 def new_response(query: ResponsesRequest, token: str, tier: Tier, leases: LeaseSettings) -> dict[str, Any]:
-    """All its fields. Parameters are told as they were asked for, or with what holds without them."""
+    """All its fields. Parameters are as they were requested, or have their defaults."""
     values, body = query.values, query.body
     return {
         "id": f"resp_{token}",
@@ -334,7 +334,7 @@ def logprobs_json(scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:
 
 
 def error_code(error: KvasirError) -> str:
-    """Of the few that the SDK's type knows."""
+    """One of the few codes in the SDK's type."""
     if error.status == _RATE_LIMITED:
         return "rate_limit_exceeded"
     return "invalid_prompt" if error.status < 500 else "server_error"

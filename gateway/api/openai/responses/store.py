@@ -1,4 +1,4 @@
-"""Where responses are kept: for GET, for input_items, and as what a next response goes on from.
+"""Stored responses: for GET, for input_items, and for `previous_response_id`.
 
 A store belongs to tenants: what one has kept does not exist for another. It is bounded by count, bytes and time, and
 what was kept first goes first. The bytes are in a ByteStore; one that is down keeps nothing, and costs no answer.
@@ -65,7 +65,7 @@ class StoredResponse:
 
     @property
     def conversation(self) -> list[Item]:
-        """What a next response goes on from."""
+        """What the next response continues."""
         return [*self.items, *self.response["output"]]
 
 

@@ -31,7 +31,7 @@ from gateway.errors import BadRequestError, UnsupportedError
 from gateway.types import Tool
 
 Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch"]
-"""Type of a tool, which says how its calls are written."""
+"""Type of a tool, which decides how its calls are written."""
 
 Item = dict[str, Any]
 
@@ -176,7 +176,7 @@ def call_of(item: Item) -> tuple[str, str]:
 
 
 class Tools(NamedTuple):
-    """`published` is what the response says of them."""
+    """`published`: the `tools` of the response object."""
 
     declared: tuple[Declared, ...] = ()
     published: tuple[dict[str, Any], ...] = ()
