@@ -209,7 +209,7 @@ class Responses:
     async def _cancelled(self, http: web.Request, tenant: Tenant, stored: StoredResponse) -> StoredResponse:
         """The response, which may be complete by now. Raises NotFoundError for one that was deleted meanwhile."""
         cancelled = StoredResponse({**stored.response, "status": "cancelled"}, stored.items)
-        if await self.store.replace(tenant.name, stored.body, cancelled):
+        if await self.store.put(tenant.name, cancelled, stored.body):
             return cancelled
         stored = await self._get(http, tenant)
         if stored.response["status"] == "in_progress":  # it was not written

@@ -83,13 +83,9 @@ class ResponseKeeper(Account):
 
     async def _keep(self) -> None:
         self._done = True
-        if self._store is None:
-            return
-        stored = StoredResponse(self.shape.response, self._items)
-        if self._begun is None:
-            stored.response["store"] = await self._store.put(self._tenant, stored)
-        else:
-            await self._store.replace(self._tenant, self._begun, stored)
+        if self._store is not None:
+            stored = StoredResponse(self.shape.response, self._items)
+            stored.response["store"] = await self._store.put(self._tenant, stored, self._begun)
 
 
 class Background:

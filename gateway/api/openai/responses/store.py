@@ -81,21 +81,13 @@ class ResponseStore:
         """Of responses that were to be kept, since the start."""
         return {outcome: self._outcomes[outcome] for outcome in OUTCOMES}
 
-    async def put(self, tenant: str, stored: StoredResponse) -> bool:
-        """Whether it is kept. Never raises."""
+    async def put(self, tenant: str, stored: StoredResponse, before: bytes | None = None) -> bool:
+        """Whether it is stored. `before`: only in place of what is stored as these bytes, not where that was deleted or
+        replaced. Never raises."""
         body = await off_loop(work_of(0, len(stored.items)), lambda: stored.body)
-        done = await self._put(self._store.put(tenant, stored.response["id"], body))
-        if done is not None:
-            self._outcomes["kept" if done else "too_large"] += 1
-        return bool(done)
-
-    async def replace(self, tenant: str, before: bytes, stored: StoredResponse) -> bool:
-        """Whether it is kept now, in place of what was kept as `before`: not where that was deleted, or is another one
-        by now. Never raises."""
-        body = stored.body
         done = await self._put(self._store.put(tenant, stored.response["id"], body, expected=before))
-        if done:
-            self._outcomes["kept"] += 1
+        if done or (done is False and before is None):
+            self._outcomes["kept" if done else "too_large"] += 1
         return bool(done)
 
     async def _put(self, put: Awaitable[Put]) -> bool | None:

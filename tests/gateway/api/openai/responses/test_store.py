@@ -360,7 +360,7 @@ async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
         own_redis.kill()
         for _ in range(3):
             assert not await responses.put("a", RESPONSE)
-        assert not await responses.replace("a", RESPONSE.body, RESPONSE)
+        assert not await responses.put("a", RESPONSE, RESPONSE.body)
         for ask in (responses.find, responses.delete):
             with pytest.raises(OverloadedError) as down:
                 await ask("a", ID)
@@ -371,7 +371,7 @@ async def test_a_redis_that_is_away_costs_the_keeping_and_is_told_once(
         assert await responses.put("a", RESPONSE)
         found = await responses.find("a", ID)
         assert found == RESPONSE
-        assert await responses.replace("a", found.body, RESPONSE)
+        assert await responses.put("a", RESPONSE, found.body)
     finally:
         await redis.aclose()
     assert responses.outcomes == {"kept": 3, "too_large": 0, "failed": 5}
