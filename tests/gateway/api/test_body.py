@@ -79,12 +79,12 @@ def test_a_surrogate_pair_is_one_character() -> None:
     assert parse_object(rb'{"model": "\ud83d\ude00"}') == {"model": "\U0001f600"}
 
 
-@pytest.mark.parametrize("name", BAD)
-async def test_over_http_it_is_a_400_with_all_four_keys(name: str) -> None:
+async def test_over_http_it_is_a_400_with_all_four_keys() -> None:
     async with running() as gateway:
-        status, body, headers = await gateway.send(BAD[name])
-        assert (status, set(body["error"])) == (400, {"message", "type", "param", "code"})
-        assert headers["x-request-id"]
+        for name, sent in BAD.items():
+            status, body, headers = await gateway.send(sent)
+            assert (status, set(body["error"])) == (400, {"message", "type", "param", "code"}), name
+            assert headers["x-request-id"]
 
 
 def _with_window(data: bytes, log: int) -> bytes:
@@ -96,20 +96,12 @@ def _with_window(data: bytes, log: int) -> bytes:
 WIDE = _with_window(BODY, 27)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "data"),
-    [
-        ("identity", BODY),
-        ("gzip", gzip.compress(BODY)),
-        ("x-gzip", gzip.compress(BODY)),
-        ("deflate", zlib.compress(BODY)),
-        ("GZIP", gzip.compress(BODY)),
-        ("zstd", compress(BODY)),
-    ],
-)
-async def test_compressed_bodies_are_understood(encoding: str, data: bytes) -> None:
+async def test_compressed_bodies_are_understood() -> None:
+    zipped = gzip.compress(BODY)
+    bodies = {"identity": BODY, "gzip": zipped, "x-gzip": zipped, "GZIP": zipped, "deflate": zlib.compress(BODY)}
     async with running() as gateway:
-        assert (await gateway.send(data, **{"Content-Encoding": encoding}))[0] == 200
+        for encoding, data in {**bodies, "zstd": compress(BODY)}.items():
+            assert (await gateway.send(data, **{"Content-Encoding": encoding}))[0] == 200, encoding
 
 
 @pytest.mark.parametrize(

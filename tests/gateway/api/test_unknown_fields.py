@@ -36,74 +36,17 @@ ASK: dict[str, Any] = {"model": "demo", "messages": [USER]}
 VERSION = {"anthropic-version": "2026-10-21"}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
-WILD = [
-    "add_generation_prompt",
-    "allowed_token_ids",
-    "background_mode",
-    "bad_words",
-    "betas",
-    "cache_prompt",
-    "chat_id",
-    "chat_template_kwargs",
-    "client_metadata",
-    "context_management",
-    "continue_final_message",
-    "debug",
-    "deferred",
-    "documents",
-    "drop_params",
-    "enable_thinking",
-    "extra_body",
-    "fallbacks",
-    "id",
-    "id_slot",
-    "include_reasoning",
-    "include_stop_str_in_output",
-    "keep_alive",
-    "length_penalty",
-    "mcp_servers",
-    "mirostat",
-    "mirostat_tau",
-    "n_predict",
-    "num_ctx",
-    "num_predict",
-    "options",
-    "parallel_tool_calls",
-    "plugins",
-    "presence",
-    "prompt_mode",
-    "provider",
-    "provider_specific_fields",
-    "random_seed",
-    "reasoning",
-    "reasoning_details",
-    "reasoning_format",
-    "repeat_penalty",
-    "request_id",
-    "rid",
-    "route",
-    "safe_prompt",
-    "samplers",
-    "search_parameters",
-    "session_id",
-    "skip_special_tokens",
-    "slot_id",
-    "speed",
-    "tags",
-    "template",
-    "thinking",
-    "thread",
-    "top_a",
-    "trace",
-    "transforms",
-    "truncate_prompt_tokens",
-    "typical_p",
-    "use_beam_search",
-    "user_id",
-    "vllm_xargs",
-    "web_search",
-]
-"""What clients send to other servers."""
+FIELDS = """
+add_generation_prompt allowed_token_ids background_mode bad_words betas cache_prompt chat_id chat_template_kwargs
+client_metadata context_management continue_final_message debug deferred documents drop_params enable_thinking
+extra_body fallbacks id id_slot include_reasoning include_stop_str_in_output keep_alive length_penalty mcp_servers
+mirostat mirostat_tau n_predict num_ctx num_predict options parallel_tool_calls plugins presence prompt_mode
+provider provider_specific_fields random_seed reasoning reasoning_details reasoning_format repeat_penalty request_id
+rid route safe_prompt samplers search_parameters session_id skip_special_tokens slot_id speed tags template thinking
+thread top_a trace transforms truncate_prompt_tokens typical_p use_beam_search user_id vllm_xargs web_search
+"""
+WILD = FIELDS.split()
+"""Fields that clients send to other servers."""
 
 CASES: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
     (
