@@ -43,7 +43,7 @@ Parse = Callable[[Record, dict[str, Any]], Generation]
 
 
 async def parsed(record: Record, parse: Callable[[Record, dict[str, Any]], _T], body: dict[str, Any]) -> _T:
-    """What a dialect makes of a body. That of a large one is made in a thread."""
+    """A body, parsed by its dialect; a large one in a thread."""
     return await off_loop(record.work, lambda: parse(record, body))
 
 
@@ -68,7 +68,7 @@ class Answering:
     line_timeout_s: float
 
     def generates(self, parse: Parse) -> Handler:
-        """A handler of requests whose body says all that they ask."""
+        """The handler of a route whose body holds the whole request."""
 
         async def handler(http: web.Request) -> web.StreamResponse:
             return await self.answer(http, await parsed(http[RECORD], parse, http[BODY]))
@@ -76,7 +76,7 @@ class Answering:
         return handler
 
     def find_model(self, name: str) -> Hello | None:
-        """What one says of itself; None while its engines are unreachable, and of an upstream's."""
+        """The hello of its engines; None while they are unreachable, and for an upstream's model."""
         try:
             return self.models.serving(name)[0].hello
         except (NoEngineError, ModelNotFoundError):
@@ -84,7 +84,7 @@ class Answering:
 
     def model(self, name: str, record: Record) -> Hello:
         """Raises ModelNotFoundError, BadRequestError for a model that only embeds, and NoEngineError when the model's
-        engines are away."""
+        engines are unreachable."""
         try:
             model = self.models.serving(name)[0].hello
         except ModelNotFoundError:
@@ -143,19 +143,18 @@ class Answering:
     async def collect(
         self, requests: list[Request], call: Call, model: Hello, *, account: Account = NO_ACCOUNT
     ) -> tuple[list[Answer], Usage]:
-        """The answers to the call's own requests that are told, and the usage of all that were generated."""
+        """The answers that are returned, and the usage of all that were generated."""
         answers = await collect(self.pipeline, requests, self._echo(call, model), account)
         usage = sum((answer.usage for answer in answers), Usage(0, 0))
         return call.choices.best(answers, logprobs=call.sampling.logprobs is not None), usage
 
     async def prewarm(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> Usage:
-        """Computes its prompt, so that it is cached; the record's trace says what became of its breakpoints."""
-        requests = await self.begun(record, tenant, call, model)
-        (answer,) = await collect(self.pipeline, requests, _no_echo)
-        return answer.usage
+        """Computes its prompt, so that it is cached; the record's trace has its leases."""
+        _, usage = await self.collect(await self.begun(record, tenant, call, model), call, model)
+        return usage
 
     async def count(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> int:
-        """Tokens of its prompt, for a request that asks for nothing else. Raises RateLimitError."""
+        """Tokens of its prompt, for a request for that alone. Raises RateLimitError."""
         await self.set_aside(record, lambda: ONLY_COUNTED)
         return await self.tokens(record, tenant, call, model)
 

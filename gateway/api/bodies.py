@@ -19,7 +19,7 @@ TENANT_SHARE: Final = 2
 allowed fits in any case."""
 
 RETRY_AFTER_S: Final = 1.0
-"""Most requests are over by then, or generate; and a client whose body is refused has little to lose by waiting."""
+"""Most requests are over by then, or generate; a client with a refused body loses little by waiting."""
 
 
 class Bodies:

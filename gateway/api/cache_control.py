@@ -1,5 +1,5 @@
-"""What a request says of the response cache, into a Reuse: Cache-Control as RFC 9111 has it, the header x-kvasir-cache,
-and the body's `cache`, as other gateways know it. Where they differ, the stricter one counts.
+"""A request's wishes for the response cache, as a Reuse: Cache-Control (RFC 9111), the header x-kvasir-cache, and the
+body's `cache`, as other gateways know it. Where they differ, the stricter one counts.
 
 Cache-Control comes from libraries and proxies, too: what is odd there is read in the strict sense and never refused.
 The other two are ours, and what is wrong with them is a 400.
@@ -165,7 +165,7 @@ def _number(name: str, value: str) -> float:
 
 
 def _settled(reuse: Reuse) -> Reuse:
-    """Nothing is younger than no time at all, and what is kept for none is not kept."""
+    """A maximum age of 0 is no reading, a TTL of 0 no writing."""
     if reuse.max_age_s == 0:
         reuse = replace(reuse, read=False, max_age_s=None)
     if reuse.ttl_s == 0:

@@ -1,4 +1,4 @@
-"""What a text has to be, as the engine is told. The dialects say it in their own words; this is where they meet.
+"""The form that an answer must have, for the engine, from the fields of any dialect.
 
 Pure. The engine compiles the grammar and says what it cannot carry out; gateway/pipeline.py makes that a 400.
 """

@@ -1,8 +1,7 @@
 """What a dialect brings besides its handlers: its routes, how it writes errors, and the headers of every answer.
 
 A dialect is a value. The middleware finds it by the request alone (dialects.py), also for requests that no route takes,
-so that whoever asks gets an error in the shape that their SDK reads. Routes say what they take and answer, and
-openapi.py tells it to clients.
+so that every client gets errors in the shape that its SDK reads. openapi.py describes the routes to clients.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ BYTES = "application/octet-stream"
 SSE = "text/event-stream"
 JSONL = "application/x-jsonl"
 CHUNKED = frozenset({BYTES, JSONL})
-"""Media types of what is sent piece by piece, in the time that it takes."""
+"""Media types that are sent chunk by chunk, in the time that it takes."""
 
 EXAMPLE_MODEL = "demo"
 
@@ -56,12 +55,12 @@ class Route(NamedTuple):
     query       parameters of the URL, by name; their values are strings (fields.read_query)
     media       content types of its answers, the ordinary one first
     example     a body that is answered, whose model is `EXAMPLE_MODEL`, or one that embeds
-    key         whose key it wants, where the server has any
-    refuses     every request of it is an error that says why: it is not listed to clients
+    key         which key it needs, where the server has any
+    refuses     every request is an error with the reason; the route is not listed to clients
     json        False: the handler reads the body itself, which `parameters` describe
     continues   parameter of the URL in requests that go on with an admitted one: they have no prologue
     resends     whether an answer to the very same request may be sent again
-    passes      whether it goes to an upstream that serves its model; `counted`: the answer tells no usage
+    passes      whether it goes to an upstream that serves its model; `counted`: the answer has no usage
     """
 
     method: str
@@ -96,13 +95,13 @@ class Dialect:
     headers         request id, milliseconds since the request arrived -> the headers that every answer carries
     allowance       what the tenant may still send -> the headers that say so, where the API has some
     check           raises BadRequestError for a request that lacks what every route of this API wants, such as a header
-    tells_writes    whether its usage says which tokens were written to the cache: others are paid as any
+    tells_writes    whether its usage has the tokens that were written to the cache, which have a price of their own
     error_json      error, request id -> the body of an error answer
     error_schema    of that body, closed: what every refusal is held to
     asking_headers  of a request, as the docs show them, with KEY for the key
     status          of an error; most dialects keep the error's own
     error_event     name of the event that an error in a stream is, where the API names its events
-    unknown         whether a request asks for something that is not there, though its path can be asked otherwise
+    unknown         whether a request is for something that does not exist, though its path does
     """
 
     name: str
@@ -121,7 +120,7 @@ class Dialect:
 
 
 def retry_headers(error: KvasirError) -> dict[str, str]:
-    """When to retry, as the OpenAI and Anthropic SDKs and proxies read it. Empty where the status says it all."""
+    """When to retry, as the OpenAI and Anthropic SDKs and proxies read it. Empty where the status is enough."""
     headers: dict[str, str] = {}
     if isinstance(error, UnauthorizedError) and error.challenge:
         headers["WWW-Authenticate"] = error.challenge

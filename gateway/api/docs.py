@@ -57,13 +57,13 @@ class Docs:
 
 
 def base_url(http: web.Request) -> str:
-    """Where the client reached this server, if it said so in letters that no page or shell takes for something else."""
+    """The URL of this server, from the request's Host if that has only characters that are safe in pages and shells."""
     host = http.host if _HOST.fullmatch(http.host) else "localhost"
     return f"{http.scheme}://{host}"
 
 
 def curl(route: Route, headers: Mapping[str, str], base: str) -> str:
-    """A command that asks this route."""
+    """A command that calls this route."""
     path = template(route.path).replace("{model}", EXAMPLE_MODEL)
     path = re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), path)
     words = ["curl", *(() if route.method == "GET" else ("-X", route.method)), shlex.quote(base + path)]

@@ -22,7 +22,7 @@ _T = TypeVar("_T", covariant=True)
 JsonSchema = dict[str, Any]
 INT64 = 2**63
 _UNLIMITED = 2**31 - 1
-"""A maximum that nobody reaches."""
+"""A maximum that no request reaches."""
 SHOWN_CHARS = 64  # of a client's own string in an error message
 MAX_ITEMS = 10_000
 """Elements of an array of objects: messages, parts, blocks, items. Agents send some hundreds; each costs about ten
@@ -68,7 +68,7 @@ class Parameter:
 
     accepts  type and range, for the docs
     does     its meaning, or what happens instead, for the docs
-    effect   "used"; "none": valid values change nothing; "left_out": not carried out, and the answer says so;
+    effect   "used"; "none": valid values change nothing; "left_out": not carried out, and named in the answer;
              "refused": any value but `harmless` ones is a clear 400
     """
 
@@ -105,7 +105,7 @@ def refused(name: str, does: str, check: Check[Any] | None = None, accepts: str 
 
 
 def _accepts(schema: JsonSchema, more: str) -> str:
-    """A type and its range in words, with what no schema says behind them."""
+    """A type and its range in words, and `more` behind them."""
     if more and not more.startswith(","):
         return more
     *others, last = [f"`{one}`" for one in schema.get("enum", ("",))]

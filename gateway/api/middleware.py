@@ -53,7 +53,7 @@ access_log = logging.getLogger("kvasir.access")
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
 
 MAX_AGE_S: Final = 600
-"""For which a browser remembers what a preflight said; Chrome takes no more than two hours."""
+"""For which a browser remembers a preflight; Chrome takes no more than two hours."""
 
 _METHODS: Final = "GET, HEAD, POST, PATCH, DELETE"
 _NOTHING: Final[Mapping[str, str]] = {}

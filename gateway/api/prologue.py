@@ -1,6 +1,6 @@
 """The prologue of every route, in all dialects. A row of the route table (dialect.Route) says which steps it has:
 
-    admit   whose request it is, and what its headers say
+    admit   the tenant, and the request's headers
     resend  the answer to this very request, sent again (resend.py)
     read    its JSON body, within the limits (body.py)
     pass    the answer of the upstream that serves its model (passthrough.py)
@@ -86,7 +86,7 @@ class Prologue:
         return handler
 
     def admit(self, http: web.Request) -> Tenant:
-        """Whose request this is. Raises UnauthorizedError, ForbiddenError for an admin key, and BadRequestError for a
+        """The tenant of a request. Raises UnauthorizedError, ForbiddenError for an admin key, and BadRequestError for a
         header that makes no sense."""
         tenant = http[TENANT] = self.auth.tenant(http)
         record = http[RECORD]

@@ -107,7 +107,7 @@ def _together(traces: Sequence[Trace]) -> Trace:
 
 RECORD: web.RequestKey[Record] = web.RequestKey("record", Record)
 TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
-"""Whose request it is, of routes that want a tenant's key."""
+"""The tenant, on routes that need a tenant's key."""
 
 ADMIN_KEY: web.RequestKey[bytes] = web.RequestKey("admin_key", bytes)
 """A digest of the key that opened /admin."""
@@ -117,7 +117,7 @@ BODY: web.RequestKey[dict[str, Any]] = web.RequestKey("body", dict)
 
 
 class Observer(Protocol):
-    """Who counts requests."""
+    """Counts requests."""
 
     def started(self, record: Record) -> None: ...
 

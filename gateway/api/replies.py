@@ -89,7 +89,7 @@ class Stamp(NamedTuple):
 
 
 def new_id() -> str:
-    """32 hexadecimal digits that were never there before. No secret: who has seen some may guess the next."""
+    """32 new hexadecimal digits. No secret: the next ones can be guessed from some."""
     return f"{_BITS(128):032x}"
 
 

@@ -71,7 +71,7 @@ ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
 
 RUNNER: web.AppKey[BatchRunner] = web.AppKey("runner", BatchRunner)
-"""Who runs the lines of batches, by the same stages."""
+"""Runs the lines of batches, by the same stages."""
 
 REPLAYS: Final[Mapping[str, Replay]] = {
     "/v1/chat/completions": ChatReplay(),
@@ -112,7 +112,7 @@ def build_app(
     fingerprints   stores hashes of prompts, for Anthropic's diagnostics
     files, jobs    of /v1/files, and of batches, whose runner is the application's `RUNNER`
     contents, now  the store of cached contents, and the clock that it goes by, in seconds since 1970
-    limits         what tenants may ask for
+    limits         of tenants
     answers        what the response cache remembers, for /admin/cache
     engines        all that are known, for a purge of their blocks
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
@@ -195,7 +195,7 @@ def build_app(
     app.on_shutdown.append(lambda _: background.shut_down())
     app.on_cleanup.append(lambda _: background.close())
     app.on_shutdown.append(lambda _: kept.close())
-    # What sends a file piece by piece would do so for a HEAD as well.
+    # A download would also be sent for a HEAD.
     downloads = {route.path for own in docs.routes.values() for route in own if not CHUNKED.isdisjoint(route.media)}
     for (method, path), handler in prologue.handlers(docs.routes).items():
         app.router.add_route(method, path, handler, expect_handler=expect_continue)
@@ -205,7 +205,7 @@ def build_app(
 
 
 def routes(app: web.Application) -> list[tuple[str, str]]:
-    """Method and path of everything the application answers; HEAD is asked where GET is."""
+    """Method and path of everything the application answers; HEAD is there where GET is."""
     every = [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None]
     return [one for one in every if one[0] != "HEAD"]
 

@@ -272,7 +272,7 @@ class _EventStream:
 
     async def _ping(self, requests: Sequence[Request]) -> None:
         with suppress(ConnectionResetError):
-            while not any(map(_has_engine, requests)):  # noqa: ASYNC110 - nothing tells when a request gets its slot
+            while not any(map(_has_engine, requests)):  # noqa: ASYNC110 - there is no event for a request's slot
                 await asyncio.sleep(LOOK_S)
             response = await self._open(cached=False)
             while True:
@@ -296,7 +296,10 @@ class _EventStream:
         await self._account.started(request)
         if request.trace.repeat is None:
             self._noted = None
-        response = await self.begin(index, echo(index), started)
+        self.stop_pings()
+        response = await self._open(cached=self._alone)
+        if opening := self._shape.opening(index, echo(index), started):
+            await self._write(response, opening)
         write, text, call = response.write, self._shape.text, self._shape.call
         lookup = request.trace.lookup
         at_once = lookup is not None and lookup.all_there
@@ -324,13 +327,6 @@ class _EventStream:
             return closing, end.usage
         await write(closing)
         return b"", end.usage
-
-    async def begin(self, index: int, echoed: str, started: Started) -> web.StreamResponse:
-        self.stop_pings()
-        response = await self._open(cached=self._alone)
-        if opening := self._shape.opening(index, echoed, started):
-            await self._write(response, opening)
-        return response
 
     async def _open(self, *, cached: bool) -> web.StreamResponse:
         """Sends headers and prelude, once. `cached` False: how many tokens were cached is not known."""

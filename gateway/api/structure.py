@@ -42,7 +42,7 @@ class Structure(NamedTuple):
 
 
 def check_structure(body: bytes, what: str = "The JSON body of your request") -> Structure:
-    """An upper bound of what is in it. Raises BadRequestError beyond the limits; says nothing of whether it is JSON."""
+    """An upper bound of what is in it. Raises BadRequestError beyond the limits; it may be no JSON."""
     bound = _bound(body)
     if bound.fits():
         return bound

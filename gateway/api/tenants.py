@@ -1,9 +1,9 @@
-"""Which tenant a request is of, whose blocks it may share, and what it may still send.
+"""The tenant of a request, its namespace, and its limits.
 
-Keys are kept and compared only as SHA-256 digests, so that the time of a look-up says nothing about a key, and no key
-can reach a log. What a request needs of its tenant's limits is set aside before anybody knows its tokens: a prompt is
-taken to have one for every four bytes of the request, or characters of the prompt where those are more, which a stored
-conversation makes them; prompts that come as tokens are counted. The middleware settles it when the request is over.
+Keys are stored and compared only as SHA-256 digests, so that the time of a look-up says nothing about a key, and no key
+can reach a log. A request's need of its tenant's limits is set aside before its tokens are known: a prompt counts as
+one token for every four bytes of the request, or characters of the prompt where those are more, as in a stored
+conversation; prompts that come as tokens are counted. The middleware settles the need when the request is over.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ class Auth:
     """The keys of [auth] and [[tenants]]."""
 
     def __init__(self, auth: AuthSettings, tenants: Sequence[TenantSettings]) -> None:
-        self._tenants = {_digest(key): _tenant(tenant) for tenant in tenants for key in tenant.keys}
+        self._tenants = {
+            _digest(key): Tenant(one.name, weight=one.weight, priority=one.priority)
+            for one in tenants
+            for key in one.keys
+        }
         self._admins = {_digest(key) for key in auth.admin_keys}
         self._anonymous = Tenant(ANONYMOUS)
 
-    @property
-    def open(self) -> bool:
-        """No tenant is configured: everybody is one tenant."""
-        return not self._tenants
-
     def tenant(self, http: web.Request) -> Tenant:
-        """Whose request this is. Raises UnauthorizedError, and ForbiddenError for an admin key."""
+        """The tenant of a request. Raises UnauthorizedError, and ForbiddenError for an admin key."""
         if not self._tenants:
             return self._anonymous
         key = _key(http)
@@ -81,13 +80,9 @@ class Auth:
         raise _no_admin_key("Incorrect admin key provided.", code="invalid_api_key")
 
 
-def _tenant(settings: TenantSettings) -> Tenant:
-    return Tenant(settings.name, weight=settings.weight, priority=settings.priority)
-
-
 def _key(http: web.Request) -> str:
     """The first that is there: x-api-key (Anthropic, which prefers it to a bearer token), x-goog-api-key, a bearer
-    token, and `key` in the URL, as people write it who try Gemini with curl."""
+    token, and `key` in the URL, as in examples of Gemini with curl."""
     headers = http.headers
     key = headers.get("x-api-key", "").strip() or headers.get("x-goog-api-key", "").strip() or _bearer(http)
     return key or http.query.get("key", "").strip()
@@ -99,8 +94,8 @@ def _bearer(http: web.Request) -> str:
 
 
 def _password(http: web.Request) -> str:
-    """Of HTTP Basic (RFC 7617), which a browser asks for; the user's name says nothing. To read alone: a browser sends
-    it with whatever a page of somebody else has it ask."""
+    """Of HTTP Basic (RFC 7617), which a browser prompts for; the user's name is ignored. For reading only: a browser
+    also sends it with requests of other sites' pages."""
     scheme, _, value = http.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "basic" or http.method not in ("GET", "HEAD"):
         return ""
@@ -165,7 +160,7 @@ class Namespaces:
 
 @lru_cache(maxsize=MAX_SCOPES)
 def _scope(tenant: str, namespace: str, key: str, cache_salt: str) -> Scope:
-    """The same object for the same scope: its salt is made once."""
+    """One object for equal scopes: its salt is computed once."""
     return Scope(tenant, namespace, key, cache_salt)
 
 
@@ -174,7 +169,7 @@ def _may_use(tenant: Tenant, tenants: Sequence[str] | frozenset[str]) -> bool:
 
 
 async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Need]) -> None:
-    """For a request of the online lane, once. Raises RateLimitError. Asks nobody for a tenant without limits."""
+    """For a request of the online lane, once. Raises RateLimitError. Nothing happens for a tenant without limits."""
     tenant = record.tenant
     if record.hold is not None or tenant is None or record.lane == "batch" or not limits.has(tenant):
         return

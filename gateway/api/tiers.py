@@ -24,7 +24,7 @@ OPENAI_TIERS: Final[Mapping[str, Tier]] = {
 """By the value of `service_tier`."""
 
 ANTHROPIC_TIERS: Final[Mapping[str, Tier]] = {"auto": "priority", "standard_only": "default"}
-"""The same; `auto` is priority for those who have it."""
+"""The same; `auto` is priority for tenants that have it."""
 
 
 def grant(requested: Tier, record: Record) -> Tier:
@@ -35,8 +35,7 @@ def grant(requested: Tier, record: Record) -> Tier:
 
 
 def find_tier(dialect: str, values: Mapping[str, Any], tenant: Tenant) -> Tier:
-    """In which a request waits for an upstream. Nobody has checked its body: what is none of our tiers is the default
-    one."""
+    """The tier of a request for an upstream. Its body was not checked: an unknown tier is the default one."""
     tiers = ANTHROPIC_TIERS if dialect == "anthropic" else OPENAI_TIERS
     named = values.get("service_tier", "auto")
     requested: Tier = tiers.get(named, "default") if isinstance(named, str) else "default"

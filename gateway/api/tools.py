@@ -1,6 +1,4 @@
-"""Tools that a client declares, and what it wants of them, as the pipeline is told. The dialects say it in their own
-words; this is where they meet. Pure.
-"""
+"""Tools that a client declares, and its choice among them, for the pipeline, from the fields of any dialect. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def leave_out_tool(kind: str, path: str) -> None:
 class ToolChoice:
     """What an answer is to do with the tools.
 
-    names  those that it may call, and the paths where they are said; None for all of them
+    names  those that it may call, and the paths of their names; None for all of them
     single  one of them is named: it is called exactly once
     """
 

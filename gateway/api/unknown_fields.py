@@ -100,7 +100,7 @@ def typo_of(name: str, known: Collection[str], given: Collection[str]) -> str | 
 
 
 def _clean(path: str) -> str:
-    """A name for headers, logs and metrics: what a client made up may hold anything."""
+    """A name for headers, logs and metrics, of a client's field with any characters."""
     name = _ODD_LETTER.sub(ODD, _INDEX.sub("[]", path))
     return name if len(name) <= MAX_NAME_CHARS else name[: MAX_NAME_CHARS - 3] + "..."
 

@@ -33,7 +33,7 @@ MAX_VALUE_BYTES: Final = 1024
 MAX_FORM_BYTES: Final = 256 << 10  # of a request, besides those of its file
 MAX_NAME_CHARS: Final = 1024
 CHUNK_TIMEOUT_S: Final = 60.0
-"""For a client to take one piece of a file, which has 1 MiB at most."""
+"""For a client to read one chunk of a file, which has 1 MiB at most."""
 UNNAMED: Final = "unnamed"
 PURPOSE: Final = "user_data"
 """Of a file whose dialect has no purposes."""
@@ -54,7 +54,7 @@ _MALFORMED: Final = (
 class FileRoutes:
     """/v1/files, as a dialect with forms writes it.
 
-    form     fields of an upload besides `file`; `purpose` is among them where the client says it
+    form     fields of an upload besides `file`; `purpose` is among them where clients give one
     query    parameters of the list
     ttl_s    values of an upload's form -> time to live; None: that of the purpose
     render   a file as its dialect writes it
@@ -132,7 +132,7 @@ class FileRoutes:
 
 @dataclass
 class Form:
-    """What came besides the bytes of the file. `filename` None: there was no file."""
+    """A form besides the bytes of its file. `filename` None: there was no file."""
 
     filename: str | None = None
     mime_type: str = BYTES
@@ -142,7 +142,7 @@ class Form:
 async def read_form(http: web.Request, upload: Upload, timeout_s: float, on_value: Callable[[str, str], Any]) -> Form:
     """Writes the part `file` into `upload` and returns all others, in whatever order they come.
 
-    on_value  is told each of them at once. Raises BadRequestError, and what `upload.write` raises.
+    on_value  gets each of them at once. Raises BadRequestError, and what `upload.write` raises.
     """
     if http.content_type != FORM:
         raise BadRequestError(f"A file is sent as {FORM}, with the bytes in the part `file`.")
@@ -194,12 +194,12 @@ async def send_chunks(
 
 
 def store_id(file_id: str) -> str:
-    """Of the id that a client sent, in the spelling of either dialect. Any string may be asked for."""
+    """The store's id for a client's id, which may be any string, in the spelling of either dialect."""
     return file_id[len("file-") :] if file_id.startswith(("file-", "file_")) else ""
 
 
 def no_such_file(file_id: str, param: str = "id") -> NotFoundError:
-    """The same for what never was, what is over and what is somebody else's."""
+    """The same for files that never were, have expired, or are another tenant's."""
     return NotFoundError(
         f"No such File object: {shown(file_id)}", param=param, reason=f"no such file: {shown(file_id)}"
     )
