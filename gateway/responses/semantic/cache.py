@@ -121,11 +121,12 @@ class SemanticCache:
             return "unaudited", None  # a fresh answer teaches the same
         return "hit", Match(hit.entry.key, hit.similarity)
 
-    def repeats(self, query: Query[Any]) -> Callable[[], None]:
-        """To be called each time that the exact cache has the answer: one request more is to be counted. Holds nothing
-        of the request's text."""
-        fits = self._unfit(query) is None
-        return partial(self._spaces.repeated, query.owner, query.model, query.key) if fits else _nothing
+    def repeats(self, query: Query[Any]) -> Callable[[], None] | None:
+        """Counts a request that the exact cache answered, each time it is called; None where those do not count. Holds
+        nothing of the request's text."""
+        if self._unfit(query) is not None:
+            return None
+        return partial(self._spaces.repeated, query.owner, query.model, query.key)
 
     def hit(self, query: Query[Any], anew: Regenerate) -> None:
         """The answer was there, and is given. `anew` generates one of its own, to compare it."""
@@ -243,7 +244,3 @@ class SemanticCache:
             return same
         one, other = await self._vectors.of_answers(answer, entry.answer, tenant)
         return judge.near(one, other)
-
-
-def _nothing() -> None:
-    """For what is not counted."""

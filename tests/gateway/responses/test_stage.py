@@ -325,15 +325,6 @@ async def test_an_answer_that_failed_or_was_given_up_is_not_remembered() -> None
     assert await bench.outcome(ask()) == "miss"
 
 
-async def test_calls_are_remembered_where_that_is_allowed() -> None:
-    calls = [CallDelta(0, "look", '{"a":'), CallDelta(0, "", "1}")]
-    bench = Bench(tuned(ResponseCacheSettings, tool_calls=True), engine=Engine(pieces=calls, reason="tool_calls"))
-    await bench.all(ask(tool_use=USE))
-    events = await bench.all(ask(tool_use=USE))
-    assert [event for event in events if isinstance(event, CallDelta)] == calls
-    assert len(bench.engine.runs) == 1
-
-
 # -- at the same time -------------------------------------------------------------------------------------------------
 
 
