@@ -27,8 +27,8 @@ from gateway.types import ChatPrompt, Request
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What a client asks: how this prompt differs from that of an earlier message; None on the first turn."""
+class DiagnosisRequest:
+    """A request for diagnostics: the prompt, and the earlier message to compare it with; None on the first turn."""
 
     parts: Sequence[PromptPart]
     previous_message_id: str | None
@@ -36,21 +36,21 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Of one message: what its prompt changed against an earlier one's, whose fingerprint is in the store."""
+    """Compares a message's prompt with an earlier one by the fingerprint in the store."""
 
     store: ByteStore
-    question: Question
+    request: DiagnosisRequest
     message_id: str
 
-    async def tell(self, request: Request, cached: Cached) -> dict[str, Any] | None:
+    async def report(self, request: Request, cached: Cached) -> dict[str, Any] | None:
         """The `diagnostics` of the answer. None for a first turn, and where nothing was changed and all was read."""
-        previous = self.question.previous_message_id
+        previous = self.request.previous_message_id
         if previous is None:
             return None
         try:
             written = await self.store.find(request.tenant.name, store_key(previous))
         except RedisDownError:
-            return _reason("unavailable", detail="what is remembered cannot be reached")
+            return _reason("unavailable", detail="the store of fingerprints is unreachable")
         known = None if written is None else read_or_skip("fingerprints", partial(Fingerprint.from_json, written))
         if known is None:
             return _reason("previous_message_not_found")
@@ -58,13 +58,13 @@ class Diagnosis:
 
     async def remember(self, request: Request, cached: Cached) -> None:
         """For the next message. Never raises."""
-        parts = self.question.parts
+        parts = self.request.parts
         taken = take(self.message_id, request.model, request.salt, parts, cached.read + cached.written)
         with suppress(RedisDownError):
             await self.store.put(request.tenant.name, store_key(self.message_id), taken.to_json())
 
     def _compared(self, before: Fingerprint, previous: str, request: Request, cached: Cached) -> dict[str, Any] | None:
-        change = compare(before, previous, request.model, self.question.parts)
+        change = compare(before, previous, request.model, self.request.parts)
         missed = max(0, before.cached_tokens - cached.read)
         if change is not None:
             known = {name: value for name, value in change._asdict().items() if value is not None}
@@ -77,7 +77,7 @@ class Diagnosis:
         return _reason("unavailable", detail=self._why(before, previous, request))
 
     def _why(self, before: Fingerprint, previous: str, request: Request) -> str:
-        """Why a prompt was not read that begins as the one before did."""
+        """Why the prefix was not read although the prompt begins as the earlier one did."""
         if not same_scope(before, previous, request.salt):
             return "the requests are in different namespaces"
         if any(tokens >= before.cached_tokens for tokens in request.trace.lease_reads):
@@ -91,7 +91,7 @@ def _reason(kind: str, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class MessageAccount(Account):
-    """Of one message. `diagnosis` None: none is asked for, and no fingerprint is stored."""
+    """Fills the cache figures of one message into its shape. `diagnosis` None: no fingerprint is stored."""
 
     pipeline: Pipeline
     caching: Caching
@@ -110,7 +110,7 @@ class MessageAccount(Account):
         trace.lease_writes = ((duration_s(DEFAULT_TTL), cached.written_5m), (HOUR_S, cached.written_1h))
         shape.lease = trace.lease.state if trace.lease is not None else None
         if self.diagnosis is not None:
-            shape.more = {"diagnostics": await self.diagnosis.tell(request, shape.cached)}
+            shape.more = {"diagnostics": await self.diagnosis.report(request, shape.cached)}
 
     async def _cached(self, request: Request) -> Cached:
         trace = request.trace

@@ -101,7 +101,7 @@ class RequestSplitter:
             raise invalid("requests", "at least one is needed", code="empty_array")
 
     def _find_head(self, *, whole: bool) -> None:
-        """Everything up to the array's bracket. `whole`: nothing more will come."""
+        """Everything up to the array's bracket. `whole`: the body is complete."""
         if b"[" not in self._held and len(self._held) <= MAX_HEAD_BYTES and not whole:
             return
         if head := _HEAD.match(self._held):
@@ -137,7 +137,7 @@ class RequestSplitter:
         while self._at < len(held):
             if self._in_string:
                 self._at = _CHARACTERS.match(held, self._at).end()  # type: ignore[union-attr]
-                if not held.startswith(b'"', self._at):  # the rest has not come, perhaps of an escape
+                if not held.startswith(b'"', self._at):  # cut, perhaps in an escape
                     return False
             mark = _MARK.search(held, self._at)
             if mark is None:

@@ -29,7 +29,7 @@ _RUNS: Final = ("tool_use", "tool_result")
 
 @dataclass(frozen=True, slots=True)
 class Caching:
-    """What a request asks of the cache.
+    """The breakpoints of a request.
 
     markers  its breakpoints
     places   where else an entry counts: at blocks before them, the last one first

@@ -1,8 +1,8 @@
-"""What is remembered of a prompt, so that a later one can be told what it changed: hashes, and no text. Pure.
+"""Fingerprints of prompts, by which a later request learns what it changed: hashes, and no text. Pure.
 
 A part is a tool, a block of the system prompt, or a block of a message. Each has a digest, and a mark of two bytes for
 every word, or every few words of a long prompt, so that the first one that changed is found. All hashes are keyed by
-the id of the message that was answered, which the client has and nobody keeps: what is stored can neither be looked up
+the id of the message that was answered, which the client has and no store: what is stored can neither be looked up
 nor guessed at without it.
 """
 
@@ -19,7 +19,7 @@ import orjson
 Section = Literal["tools", "system", "messages"]
 
 SECTIONS: Final[tuple[Section, ...]] = ("tools", "system", "messages")
-"""In the order in which they are compared: what comes first is the reason."""
+"""In the order in which they are compared: the first change is the reason."""
 
 MAX_MARKS: Final = 8192
 """Of one prompt; of a longer one each stands for 2, 4, 8, ... words."""
@@ -38,7 +38,7 @@ class PromptPart(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The first thing that is not as it was.
+    """The first difference of two prompts.
 
     section  None when the model has changed
     path     of the part in the new request
@@ -110,7 +110,7 @@ def same_scope(before: Fingerprint, message_id: str, scope: str) -> bool:
 
 
 def store_key(message_id: str) -> str:
-    """Under which a fingerprint is stored: it does not tell the id."""
+    """The key of a fingerprint in the store, which does not reveal the id."""
     return hashlib.blake2b(message_id.encode(), digest_size=16, person=b"kvasir message").hexdigest()
 
 

@@ -5,6 +5,7 @@ response.py writes what goes out, answering.py does what is between.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from aiohttp import web
@@ -34,7 +35,7 @@ def endpoint_name(version: Version) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Anthropic:
-    """Holds what its handlers need. `fingerprints` keeps those of prompts, for diagnostics."""
+    """Handlers of messages and models. `fingerprints` stores those of prompts, for diagnostics."""
 
     leases: LeaseSettings
     settings: AnthropicSettings
@@ -42,45 +43,35 @@ class Anthropic:
     fingerprints: ByteStore
 
     def routes(self) -> list[Route]:
+        example: Any = {**_EXAMPLE, "max_tokens": 64}
+        asks: Any = {"parameters": MESSAGES, "required": ("model", "max_tokens", "messages"), "example": example}
+        asks |= {"media": (JSON, SSE), "resends": True, "passes": "metered"}
+        counts: Any = {"parameters": COUNT, "required": ("model", "messages"), "example": _EXAMPLE, "passes": "counted"}
+        counted = "Counts the tokens of a message's prompt."
         return [
-            Route(
-                "POST",
-                "/v1/messages",
-                self.message,
-                "The next message of a conversation.",
-                MESSAGES,
-                ("model", "max_tokens", "messages"),
-                media=(JSON, SSE),
-                example={**_EXAMPLE, "max_tokens": 64},
-                resends=True,
-                passes="metered",
-            ),
-            Route(
-                "POST",
-                "/v1/messages/count_tokens",
-                self.count_tokens,
-                "Counts the tokens of a message's prompt.",
-                COUNT,
-                ("model", "messages"),
-                example=_EXAMPLE,
-                passes="counted",
-            ),
+            Route("POST", "/v1/messages", self.message, "The next message of a conversation.", **asks),
+            Route("POST", "/v1/messages/count_tokens", self.count_tokens, counted, **counts),
             Route("GET", "/v1/models", self.list_models, "The models that are served, newest first.", query=MODELS),
             Route("GET", "/v1/models/{model:.+}", self.get_model, "One of them."),
         ]
 
     def endpoints(self) -> dict[str, Endpoint]:
-        """What lines of a batch may ask for, by `endpoint_name` of the version that the batch was made with."""
+        """Endpoints for lines of batches, by `endpoint_name` of the batch's version."""
 
-        def of(version: Version) -> Endpoint:
-            def ask(record: Record, body: dict[str, Any]) -> Generation:
-                check_line(body)
-                return self._message(record, body, version)
+        return {
+            endpoint_name(version): generating(
+                self.answering,
+                ANTHROPIC,
+                "/v1/messages",
+                partial(self._line, version=version),
+                (("anthropic-version", version),),
+            )
+            for version in VERSIONS
+        }
 
-            headers = (("anthropic-version", version),)
-            return generating(self.answering, ANTHROPIC, "/v1/messages", ask, headers)
-
-        return {endpoint_name(version): of(version) for version in VERSIONS}
+    def _line(self, record: Record, body: dict[str, Any], version: Version) -> Generation:
+        check_line(body)
+        return self._message(record, body, version)
 
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
@@ -94,11 +85,11 @@ class Anthropic:
         model = self.answering.model(call.model, record)
         served: ServiceTier = "batch" if record.lane == "batch" else SERVED_TIERS[grant(call.tier, record)]
         shape = MessageShape(model.model, record.request_id, call.sampling.max_tokens, service_tier=served)
-        diagnosis = Diagnosis(self.fingerprints, message.question, shape.message_id) if message.question else None
+        diagnosis = Diagnosis(self.fingerprints, message.diagnosis, shape.message_id) if message.diagnosis else None
         account = MessageAccount(self.answering.pipeline, message.caching, shape, diagnosis)
-        # Each call has an id of its own, and a diagnosis is told once.
-        may_come_again = call.tool_use is None and diagnosis is None
-        return Generation(call, model, shape, account, shape.stamp() if may_come_again else None)
+        # Tool calls have ids of their own, and a diagnosis belongs to one message.
+        is_resendable = call.tool_use is None and diagnosis is None
+        return Generation(call, model, shape, account, shape.stamp() if is_resendable else None)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""

@@ -51,7 +51,7 @@ LIST: Final = table(
 
 
 class MessageBatches:
-    """Holds what its handlers need."""
+    """Handlers of /v1/messages/batches."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class MessageBatches:
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/batches"""
         tenant, version = http[TENANT], read_version(http)
-        self._namespaces.scope(http[RECORD].namespace, tenant)  # one that it may use
+        self._namespaces.scope(http[RECORD].namespace, tenant)  # refuses one that the tenant may not use
         splitter = RequestSplitter(self._max_requests, self._max_request_bytes)
         arriving = body_chunks(http, self._body_limit, self._upload_timeout_s)
         async with self._batches.input(tenant.name) as rows, aclosing(arriving) as chunks:
@@ -135,13 +135,13 @@ class MessageBatches:
 
 
 def _betas(http: web.Request) -> str:
-    """What the client wants with each request, for upstreams; not the name that batches themselves had as a beta."""
+    """The beta names to send with each request to upstreams, without that of batches themselves."""
     named = [name.strip() for value in http.headers.getall("anthropic-beta", ()) for name in value.split(",")]
     return ",".join(name for name in named if name and not name.startswith("message-batches-"))
 
 
 def job_json(job: Job) -> dict[str, Any]:
-    """As every route tells it. All requests are processing until the batch has ended."""
+    """A batch as all routes write it. All requests are processing until the batch has ended."""
     counts, ended = job.counts, job.has_ended
     errored = counts.failed + (counts.processing if job.state == "failed" else 0)
     cancelled_s = job.reached.get("cancelling")

@@ -150,7 +150,7 @@ def converse(system: Sequence[Part], turns: Sequence[_Turn]) -> Conversation:
 
 
 def _check_place(turns: Sequence[_Turn], number: int) -> None:
-    """Where instructions may be given in the middle of a conversation."""
+    """Raises BadRequestError where a system message may not stand."""
     path = turns[number].path
     if not number:
         raise invalid(path, "the first message cannot be a system message; use the top-level `system` parameter")
@@ -161,7 +161,7 @@ def _check_place(turns: Sequence[_Turn], number: int) -> None:
 
 
 def _check_open(turn: _Turn) -> None:
-    """Whether an answer can go on with this turn."""
+    """Raises BadRequestError where an answer cannot continue this turn."""
     last = turn.parts[-1]
     if any(part.kind == "tool_use" for part in turn.parts) or last.kind != "text":
         raise invalid(last.path, "an answer goes on with text; the last turn of the assistant ends with something else")

@@ -81,7 +81,7 @@ class MessageReplay(Replay):
 
 
 def _add(message: Json, read: Json, inputs: dict[int, str]) -> bool:
-    """Adds an event; False where it is not known what it adds. `inputs` of tools are read at the end."""
+    """Adds an event; False for an unknown event. `inputs` of tools are read at the end."""
     match read["type"]:
         case "content_block_start":
             if read["index"] != len(message["content"]):

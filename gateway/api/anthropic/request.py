@@ -1,4 +1,4 @@
-"""JSON bodies of /v1/messages and /v1/messages/count_tokens into a Call, and what a message asks of the cache. Pure."""
+"""JSON bodies of /v1/messages and /v1/messages/count_tokens into a Call and its breakpoints. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.protocol import Sampling
 from engine.protocol.frozen import dataclass
-from gateway.api.anthropic.accounting import Question
+from gateway.api.anthropic.accounting import DiagnosisRequest
 from gateway.api.anthropic.caching import Caching, read_caching
 from gateway.api.anthropic.fingerprint import PromptPart, json_text
 from gateway.api.anthropic.messages import Block, converse
@@ -25,11 +25,11 @@ from gateway.types import ChatPrompt, Constraint
 
 @dataclass(frozen=True, slots=True)
 class MessageRequest:
-    """A message that is asked for: the call, what it asks of the cache, and what it wants to know about it."""
+    """A parsed message request: the call, its breakpoints, and its request for diagnostics."""
 
     call: Call
     caching: Caching
-    question: Question | None
+    diagnosis: DiagnosisRequest | None
 
 
 def parse_message(
@@ -76,12 +76,12 @@ def parse_message(
         tier=ANTHROPIC_TIERS[values.get("service_tier", "auto")],
         reuse=from_body(values.get("cache", {})),
     )
-    question = Question(_prompt_parts(values), values["diagnostics"]) if "diagnostics" in values else None
-    return MessageRequest(call, caching, question)
+    diagnosis = DiagnosisRequest(_prompt_parts(values), values["diagnostics"]) if "diagnostics" in values else None
+    return MessageRequest(call, caching, diagnosis)
 
 
 def check_line(body: dict[str, Any]) -> None:
-    """Raises UnsupportedError for what a message may ask for, and a line of a batch may not."""
+    """Raises UnsupportedError for fields of a message that a line of a batch may not have."""
     for name, message, why in (
         ("stream", body.get("stream"), "a batch does not stream"),
         ("max_tokens", body.get("max_tokens") == 0, "a batch generates at least one token for each request"),
@@ -121,7 +121,7 @@ def _prompt(values: dict[str, Any], settings: AnthropicSettings, leases: LeaseSe
 
 
 def _prompt_parts(values: dict[str, Any]) -> list[PromptPart]:
-    """What the prompt is made of, for comparing it with another. Where breakpoints are is no part of it."""
+    """The parts of the prompt, for comparing it with another, without breakpoints."""
     parts = [
         PromptPart(
             "tools", defined.path, "", json_text([defined.tool.name, defined.tool.description, defined.tool.parameters])
@@ -132,8 +132,8 @@ def _prompt_parts(values: dict[str, Any]) -> list[PromptPart]:
     for turn in values["messages"]:
         for part in turn.parts:
             kind = f"{turn.role} {part.kind} {part.call_id}"
-            said = part.text if part.call is None else json_text(part.call["function"])
-            parts.append(PromptPart("messages", part.path, kind, said))
+            content = part.text if part.call is None else json_text(part.call["function"])
+            parts.append(PromptPart("messages", part.path, kind, content))
     return parts
 
 
@@ -142,13 +142,13 @@ def _forced(values: dict[str, Any]) -> bool:
 
 
 def _format(values: dict[str, Any]) -> Constraint | None:
-    """What the text has to be: the older form of it counts where the newer one says nothing."""
+    """The structured output format, in its newer or older field."""
     constraint: Constraint | None = values.get("output_config", {}).get("format", values.get("output_format"))
     return constraint
 
 
 def _check_prewarm(values: dict[str, Any]) -> None:
-    """What cannot be asked of an answer that is not generated."""
+    """Refuses what makes no sense without generated tokens."""
     refused = {
         "stream": values.get("stream", False),
         "tool_choice": _forced(values),

@@ -32,7 +32,7 @@ _MESSAGE_STOP: Final = event("message_stop", {"type": "message_stop"})
 
 
 class MessageShape(Shape):
-    """One message. `max_tokens` are those that the client asked for. `cached`, `lease`, which is `kept` or
+    """One message. `max_tokens` are those of the request. `cached`, `lease`, which is `kept` or
     `degraded`, and `more`, fields of the message, are filled in before the first byte is written."""
 
     def __init__(self, model: str, request_id: str, max_tokens: int, *, service_tier: ServiceTier = "standard") -> None:
@@ -69,12 +69,12 @@ class MessageShape(Shape):
         return event("message_start", {"type": "message_start", "message": message})
 
     def text(self, index: int, delta: TextDelta) -> bytes:
-        """A piece of text, in a block that is opened for it if need be."""
+        """A chunk of text, in a block that is opened if need be."""
         opened = b"" if self._open == "text" else self._begin("text", {"type": "text", "text": ""})
         return b'%b%b{"type":"text_delta","text":%b}}\n\n' % (opened, self._head, json_text(delta.text))
 
     def call(self, index: int, delta: CallDelta) -> bytes:
-        """A piece of a tool call. Each call is a block of its own."""
+        """A chunk of a tool call. Each call is a block of its own."""
         data = b""
         if delta.name:
             data = self._begin("tool_use", {**_tool_use(delta.name), "input": {}}) + self._partial("")
@@ -143,7 +143,7 @@ def _tool_use(name: str) -> dict[str, Any]:
 
 
 def _end(reason: FinishReason, stop: str | None, usage: Usage, max_tokens: int) -> dict[str, Any]:
-    """Fewer tokens than were asked for: the context had no more."""
+    """Fewer tokens than max_tokens at the length limit: the context was full."""
     reported = "stop_sequence" if stop is not None else _REASONS[reason]
     if reason == "length" and usage.completion_tokens < max_tokens:
         reported = "model_context_window_exceeded"

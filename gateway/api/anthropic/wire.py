@@ -56,7 +56,7 @@ MODELS: Final = table(
 
 
 def read_version(http: web.Request) -> Version:
-    """The version that the request asks for. Raises BadRequestError without one, and for one that is not known."""
+    """The version in the request's header. Raises BadRequestError without one, and for an unknown one."""
     version = http.headers.get(VERSION_HEADER, "").strip()
     if not version:
         raise BadRequestError("header is required", param=VERSION_HEADER, reason="header is required")
@@ -152,7 +152,7 @@ ANTHROPIC = Dialect(
 
 
 def read_page(query: MultiMapping[str], ids: Sequence[str]) -> tuple[Sequence[str], bool]:
-    """The page of `ids` that the query asks for, and whether there are more in its direction. All are active. Raises
+    """The page of `ids` for the query, and whether there are more in its direction. All are active. Raises
     BadRequestError with the parameter's name."""
     wanted = [item for key in ("lifecycle", "lifecycle[]") for item in query.getall(key, [])]
     stages = {_lifecycle(stage, "lifecycle") for stage in wanted}

@@ -1,8 +1,7 @@
 """Cached contents of the Gemini API: create, get, list, patch, delete, and their use by generateContent.
 
-What is stored becomes a lease: the prompt is computed up to its end, with a breakpoint there whose time to live is that
-of the cached content. Every use sets the breakpoint again, with the time that is left, so that a lease that was lost
-is made anew.
+A cached content becomes a lease: the prompt is computed up to its end, with a breakpoint there that has the cached
+content's time to live. Every use sets the breakpoint again, with the time that is left, and so renews a lost lease.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from gateway.types import CachedContent, ChatPrompt, Lease, Marker, Tenant
 
 MS_DIGITS: Final = 3  # stores keep milliseconds, so that a time is shown the same whenever it is read
 LEAST_S: Final = 1e-3  # of a breakpoint, where a cached content ends while it is used
-_KEPT: Final = ("systemInstruction", "contents", "tools", "toolConfig")
+_STORED: Final = ("systemInstruction", "contents", "tools", "toolConfig")
 _string = text()
 _OURS: Final = "The server writes it."
 _FIXED: Final = "Only the end of a cached content can be changed."
@@ -59,7 +58,7 @@ _EXPIRES: Final = ("RFC 3339 timestamp", "Until when it is kept; not together wi
 
 CREATE: Final = table(
     used("model", _string, "string, required", "Name of a served model, with or without `models/`."),
-    *(GENERATE[name] for name in _KEPT),
+    *(GENERATE[name] for name in _STORED),
     used("ttl", duration_s, *_TTL),
     used("expireTime", timestamp_s, *_EXPIRES),
     used("displayName", text(128), "string of up to 128 characters", "For people."),
@@ -70,7 +69,7 @@ CHANGE: Final = table(
     used("ttl", duration_s, *_TTL),
     used("expireTime", timestamp_s, *_EXPIRES),
     *(no_effect(name, anything, "-", _OURS) for name in ("name", "createTime", "updateTime", "usageMetadata")),
-    *(refused(name, _FIXED) for name in ("model", "displayName", *_KEPT)),
+    *(refused(name, _FIXED) for name in ("model", "displayName", *_STORED)),
 )
 
 
@@ -88,17 +87,17 @@ MASK: Final = table(
 )
 
 
-def kept_part(body: dict[str, Any], limits: GeminiSettings) -> bytes:
-    """What of a checked body is kept, as it came. Raises BadRequestError when it is too large."""
+def stored_body(body: dict[str, Any], limits: GeminiSettings) -> bytes:
+    """The stored fields of a checked body, unchanged. Raises BadRequestError when they are too large."""
     found = given(body, CREATE)
-    kept = orjson.dumps({name: found[name] for name in _KEPT if name in found})
+    kept = orjson.dumps({name: found[name] for name in _STORED if name in found})
     if len(kept) > limits.max_content_bytes:
         raise invalid("contents", f"{len(kept)} bytes of JSON, and {limits.max_content_bytes} are possible")
     return kept
 
 
-def kept_values(content: CachedContent) -> dict[str, Any]:
-    """The checked values of what was kept."""
+def stored_values(content: CachedContent) -> dict[str, Any]:
+    """The checked values of a cached content."""
     return read(orjson.loads(content.body), GENERATE)
 
 
@@ -123,7 +122,7 @@ def expires_s(values: dict[str, Any], now_s: float, limits: GeminiSettings, *, d
 
 
 def marker(values: dict[str, Any], ttl_s: float) -> Marker:
-    """The breakpoint at the end of what is kept: it begins every prompt that uses it."""
+    """The breakpoint at the end of a cached content."""
     messages = _messages(values)
     return Marker(len(messages) - 1, len(messages[-1]["content"]), max(ttl_s, LEAST_S))
 
@@ -136,7 +135,7 @@ def _messages(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def prefix_call(model: str, values: dict[str, Any], ttl_s: float) -> Call:
-    """Computes what is kept, and generates nothing. Raises BadRequestError for what no request could use."""
+    """Computes the prefix, and generates nothing. Raises BadRequestError for what no request could use."""
     declared = strict(values.get("tools", ()), values.get("toolConfig", {}))
     tool_use(declared, values.get("toolConfig", {}), "toolConfig")
     markers = (marker(values, ttl_s),)
@@ -145,7 +144,7 @@ def prefix_call(model: str, values: dict[str, Any], ttl_s: float) -> Call:
 
 
 def resource_json(content: CachedContent, lease: Lease | None = None) -> dict[str, Any]:
-    """The resource; its contents are never told. `cacheLease` is ours, and there when an engine was just asked."""
+    """The resource; without its contents. `cacheLease` is ours, and present after an engine has computed the prefix."""
     return {
         "name": f"cachedContents/{content.name}",
         "model": f"models/{content.model}",
@@ -169,7 +168,7 @@ EXAMPLE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class CachedContents:
-    """Holds what its handlers need. `now` is seconds since 1970, by the clock that the store goes by."""
+    """Handlers of /v1/cachedContents. `now` is the store's clock, in seconds since 1970."""
 
     settings: GeminiSettings
     answering: Answering
@@ -194,7 +193,7 @@ class CachedContents:
         content = await self._find(tenant, name)
         if content.model != model:
             raise invalid("cachedContent", f"it is of models/{content.model}, and the request of models/{shown(model)}")
-        values = await off_loop(content.num_bytes, lambda: kept_values(content))
+        values = await off_loop(content.num_bytes, lambda: stored_values(content))
         return content, CachedPrefix(values, marker(values, content.expires_s - self.now()))
 
     async def create(self, http: web.Request) -> web.StreamResponse:
@@ -206,13 +205,13 @@ class CachedContents:
             raise missing("model")
         name, now_s = model_name(values["model"]), round(self.now(), MS_DIGITS)
         end_s = expires_s(values, now_s, self.settings, default=True)
-        kept = await parsed(http[RECORD], lambda _, body: kept_part(body, self.settings), body)
+        stored = await parsed(http[RECORD], lambda _, body: stored_body(body, self.settings), body)
         tokens, lease = await self._lease(http, tenant, name, values, end_s - now_s)
         content = CachedContent(
             name=secrets.token_hex(16),
             model=name,
-            body=kept,
-            num_bytes=len(kept),
+            body=stored,
+            num_bytes=len(stored),
             tokens=tokens,
             created_s=now_s,
             updated_s=now_s,
@@ -245,8 +244,8 @@ class CachedContents:
         lease = None
         if end_s > content.expires_s:  # a lease cannot be made shorter; one that is long enough stays as it is
             http[RECORD].work += content.num_bytes
-            kept = await off_loop(content.num_bytes, lambda: kept_values(content))
-            _, lease = await self._lease(http, tenant, content.model, kept, end_s - now_s)
+            values = await off_loop(content.num_bytes, lambda: stored_values(content))
+            _, lease = await self._lease(http, tenant, content.model, values, end_s - now_s)
         changed = await self.store.extend(tenant.name, content, end_s)
         if changed is None:
             raise _not_found(content.name)
@@ -281,7 +280,7 @@ class CachedContents:
 
 
 def _not_found(name: str) -> NotFoundError:
-    """The same for what never was, what has ended and what is somebody else's."""
+    """The same for unknown, expired and other tenants' names."""
     return NotFoundError(f"CachedContent not found (or permission denied): cachedContents/{shown(name)}.")
 
 

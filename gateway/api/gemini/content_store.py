@@ -1,4 +1,4 @@
-"""Cached contents: what clients of the Gemini API have us keep, until a time. Bodies never change.
+"""Cached contents of the Gemini API, stored until a time. Bodies never change.
 
 They are in Redis for all gateways, or without it in memory. Memory also has copies of what this gateway has
 written to Redis or read from it: a copy saves reading the body again, and is used while Redis is unreachable.
@@ -88,7 +88,7 @@ class ContentStore:
     async def _read(
         self, store: ByteStore, tenant: str, name: str, about: bytes | None, copy: CachedContent | None
     ) -> CachedContent | None:
-        """The content that the store tells this about, with the copy's body if there is one."""
+        """The content with this `about`, and the copy's body if there is one."""
         if about is None:
             return None
         body = await store.find(tenant, name) if copy is None else copy.body

@@ -148,7 +148,7 @@ def content(value: Any, path: str) -> Content:
 
 @takes({"anyOf": [content.schema, {"type": "string"}]})
 def instruction(value: Any, path: str) -> str:
-    """A system instruction: a content of text, whose role says nothing."""
+    """A system instruction: a content of text; its role is ignored."""
     if type(value) is str:
         return value
     parts = read(value, CONTENT, path).get("parts", [])

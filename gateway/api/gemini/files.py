@@ -3,8 +3,8 @@
     POST /upload/v1beta/files               a description; the answer's x-goog-upload-url says where the bytes go
     POST /upload/v1beta/files?upload_id=ID  bytes, the last ones with the command `finalize`
 
-That is Google's resumable upload. Who knows its ID may write to it, as there: the SDK sends no key along. An upload
-lives in one gateway.
+That is Google's resumable upload. Whoever has its ID may write to it, as upstream: the SDK sends no key with it. An
+upload is known to one gateway only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TTL_S: Final = 48 * 3600.0
 """As upstream: its clients rely on files going away by themselves."""
 
 IDLE_S: Final = 60.0
-"""Until an upload whose next bytes do not come is dropped; it holds one of files.max_uploads."""
+"""Until an upload whose next bytes do not arrive is dropped; it holds one of files.max_uploads."""
 
 _NO_LIMIT: Final = BodyLimit(1 << 62, "files.max_file_bytes")  # the store counts the bytes of a whole file
 _COMMANDS: Final = frozenset(("upload", "finalize"))
@@ -48,7 +48,7 @@ _string = text()
 FILE: Final = table(
     used("displayName", text(1024), "string of up to 1024 characters", "Its name."),
     used("mimeType", _string, "string", "Its type."),
-    no_effect("sizeBytes", anything, "integer", "Bytes are counted as they come."),
+    no_effect("sizeBytes", anything, "integer", "Bytes are counted as they arrive."),
     refused("name", "Names are made here.", _string),
 )
 CREATE: Final = table(used("file", message(FILE), "object: `displayName`, `mimeType`", "What is known of it."))
@@ -69,7 +69,7 @@ class _Resumable:
 
 
 class GeminiFiles:
-    """Holds what its handlers need, and uploads that are not complete."""
+    """Handlers of /v1beta/files, and uploads that are not complete."""
 
     def __init__(self, server: ServerSettings, files: FileStore, upload_timeout_s: float) -> None:
         self._server = server
@@ -138,7 +138,7 @@ class GeminiFiles:
         if not commands <= _COMMANDS:
             raise BadRequestError("X-Goog-Upload-Command has to be `upload` or `upload, finalize`.")
         if http.headers.get("X-Goog-Upload-Offset", "0").strip() != str(going.num_bytes):
-            raise BadRequestError(f"X-Goog-Upload-Offset is not {going.num_bytes}, the number of bytes that have come.")
+            raise BadRequestError(f"X-Goog-Upload-Offset is not {going.num_bytes}, the number of bytes received.")
         stored = None
         going.busy = True
         going.timer.cancel()
@@ -159,7 +159,7 @@ class GeminiFiles:
         return reply_json({"file": file_json(stored, _origin(http))}, {"X-Goog-Upload-Status": "final"})
 
     def _drop_later(self, upload_id: str) -> asyncio.TimerHandle:
-        """Unless its next bytes come."""
+        """Unless its next bytes arrive."""
         loop = asyncio.get_running_loop()
         return loop.call_later(IDLE_S, lambda: tasks.spawn(self._drop(upload_id), name="drop an upload"))
 
@@ -229,7 +229,7 @@ class GeminiFiles:
 
 
 def file_json(stored: StoredFile, origin: str) -> dict[str, Any]:
-    """As every route tells it."""
+    """A file as all routes write it."""
     file_json: dict[str, Any] = {
         "name": f"files/{stored.id}",
         "displayName": stored.filename,
@@ -252,22 +252,16 @@ def _origin(http: web.Request) -> str:
     return f"{'https' if scheme == 'https' else 'http'}://{http.host}"
 
 
-_PLACES: Final = frozenset(
-    (
-        "generateContentRequest",
-        "generate_content_request",
-        "contents",
-        "systemInstruction",
-        "system_instruction",
-        "parts",
-    )
-)
+_PLACES: Final = {
+    *("contents", "parts", "systemInstruction", "system_instruction"),
+    *("generateContentRequest", "generate_content_request"),
+}
 """Of parts, and of what is around them."""
 
 
 def _references(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Parts that refer to a file, with their paths, and how they spell it. What has another shape is for others to
-    refuse."""
+    """Parts that refer to a file, with their paths, and how they spell it. Other shapes are refused when contents are
+    checked."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _references(item, f"{path}[{index}]")
@@ -281,5 +275,5 @@ def _references(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
 
 
 def _not_found(file_id: str) -> NotFoundError:
-    """The same for what never was, what is over and what is another tenant's."""
+    """The same for unknown, expired and other tenants' ids."""
     return NotFoundError(f"File not found (or permission denied): files/{shown(file_id)}.")

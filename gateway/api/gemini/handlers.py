@@ -32,7 +32,7 @@ STREAM: Final = table(used("alt", text(), "`sse`", "Server-sent events; without 
 
 @dataclass(frozen=True, slots=True)
 class Gemini:
-    """Holds what its handlers need."""
+    """Handlers of generateContent, countTokens and models."""
 
     answering: Answering
     cached: CachedContents
@@ -67,9 +67,9 @@ class Gemini:
         model = self.answering.model(call.model, http[RECORD])
         array = stream and http.query.get("alt") != "sse"
         shape = GeminiShape(model, call.choices.n, array=array)
-        # What is stored under a name is looked for each time.
-        may_come_again = content is None and not has_files and call.tool_use is None
-        answered = Generation(call, model, shape, stamp=shape.stamp() if may_come_again else None)
+        # Files and cached contents are looked up for each request.
+        is_resendable = content is None and not has_files and call.tool_use is None
+        answered = Generation(call, model, shape, stamp=shape.stamp() if is_resendable else None)
         return await self.answering.answer(http, answered, media_type=JSON if array else SSE)
 
     async def count(self, http: web.Request) -> web.StreamResponse:
@@ -85,7 +85,7 @@ class Gemini:
     async def _call(
         self, http: web.Request, parse: Callable[[dict[str, Any]], dict[str, Any]], **options: Any
     ) -> tuple[Call, CachedContent | None]:
-        """What a request asks for, and the cached content that it names. `options` are those of `to_call`."""
+        """The call of a request, and the cached content that it names. `options` are those of `to_call`."""
         record, body, name = http[RECORD], http[BODY], model_name(http.match_info["model"])
         values = await parsed(record, lambda _, body: parse(body), body)
         content = cached = None

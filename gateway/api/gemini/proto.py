@@ -38,7 +38,7 @@ _WHOLE: Final = re.compile(r"-?[0-9]{1,19}(\.0+)?")
 def given(value: Any, fields: Table, path: str = "", *, is_open: bool = True) -> dict[str, Any]:
     """The fields that are there, unchecked, by their camelCase names. Raises BadRequestError for what is no message,
     for an unknown field that may not be ignored, and for one that is there in both spellings. `path` is empty for the
-    body itself; where not `is_open`, ignoring an unknown field would change what is asked for."""
+    body itself; where not `is_open`, ignoring an unknown field would change its meaning."""
     found: dict[str, Any] = {}
     for key, item in an_object(value, path or "the body").items():
         name = key if key in fields else _UNDERSCORE.sub(lambda letter: letter[1].upper(), key)
@@ -81,7 +81,7 @@ def message(fields: Table) -> Check[dict[str, Any]]:
 
 
 def message_schema(fields: Table) -> JsonSchema:
-    """In camelCase; the other spelling is left to whoever knows it."""
+    """With the camelCase names only."""
     properties = {name: or_null(field.check.schema) for name, field in fields.items()}
     return {"type": "object", "properties": properties}
 

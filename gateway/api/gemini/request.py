@@ -18,7 +18,7 @@ from gateway.types import ChatPrompt, Constraint, Marker
 
 
 def model_name(written: str) -> str:
-    """The name of a model as everybody else knows it: `models/x` is x. Raises NotFoundError for tuned models."""
+    """The name of a model without its collection: `models/x` is x. Raises NotFoundError for tuned models."""
     if written.startswith("tunedModels/"):
         raise NotFoundError(f"{written[:200]} is not found: there are no tuned models here.")
     return written.removeprefix("models/")

@@ -1,7 +1,7 @@
 """Answers as the Gemini API writes them: GenerateContentResponses, one or a stream of them, and models.
 
 A stream is server-sent events without names and without an end, or, as this API does without `alt=sse`, one JSON array
-that is written piece by piece. A function call is written when it is complete: the arguments are an object.
+that is written element by element. A function call is written when it is complete: the arguments are an object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _text_tokens(count: int) -> list[dict[str, Any]]:
 
 
 class GeminiShape(Shape):
-    """A GenerateContentResponse of `n` candidates, whole or in pieces. `array`: a stream is a JSON array."""
+    """A GenerateContentResponse of `n` candidates, whole or in chunks. `array`: a stream is a JSON array."""
 
     def __init__(self, model: Hello, n: int, *, array: bool = False) -> None:
         self._n = n
@@ -62,7 +62,7 @@ class GeminiShape(Shape):
         return b"[" if self._array else b""
 
     def text(self, index: int, delta: TextDelta) -> bytes:
-        """A piece of text, with the log probabilities of its tokens where they are asked for."""
+        """A chunk of text, with the log probabilities of its tokens where they are requested."""
         return self._chunk(_candidate(index, [{"text": delta.text}], delta.scored or None))
 
     def call(self, index: int, delta: CallDelta) -> bytes:
@@ -86,7 +86,7 @@ class GeminiShape(Shape):
         return self._chunk(self._last, usage) + (b"]" if self._array else b"")
 
     def failure(self, error: KvasirError) -> bytes:
-        """An error in place of the next piece."""
+        """An error in place of the next chunk."""
         if not self._array:
             return data(error_json(error))
         return self._element(error_json(error)) + b"]"
@@ -115,23 +115,23 @@ class _Calls:
     """The calls of one candidate, one after another."""
 
     def __init__(self) -> None:
-        self._number, self._name, self._pieces = -1, "", [""]
+        self._number, self._name, self._chunks = -1, "", [""]
         self.broken = False  # one of them could not be read
 
     def feed(self, delta: CallDelta) -> dict[str, Any] | None:
-        """The part that became complete with this piece."""
+        """The part that this chunk completes."""
         if delta.call == self._number:
-            self._pieces.append(delta.arguments)
+            self._chunks.append(delta.arguments)
             return None
         part = self.end()
-        self._number, self._name, self._pieces = delta.call, delta.name, [delta.arguments]
+        self._number, self._name, self._chunks = delta.call, delta.name, [delta.arguments]
         return part
 
     def end(self) -> dict[str, Any] | None:
         """The part of the last call."""
         if self._number < 0:
             return None
-        part = _call_part(ToolCall(self._name, "".join(self._pieces)))
+        part = _call_part(ToolCall(self._name, "".join(self._chunks)))
         self.broken |= part is None
         return part
 
@@ -175,7 +175,7 @@ def _candidate(
 
 
 def _logprobs(scored: Sequence[ScoredToken], total: float) -> dict[str, Any]:
-    """Ids of tokens are not told: what is a token is the tokeniser's own."""
+    """Without token ids, which only the tokeniser knows."""
     return {
         "topCandidates": [
             {"candidates": [{"token": token.text, "logProbability": logprob} for token, logprob in one.top]}
@@ -187,7 +187,7 @@ def _logprobs(scored: Sequence[ScoredToken], total: float) -> dict[str, Any]:
 
 
 def model_json(name: str, model: Hello | None) -> dict[str, Any]:
-    """A model. Its limits are known while one of its engines is there."""
+    """A model. Its limits are known while one of its engines is connected."""
     fields: dict[str, Any] = {
         "name": f"models/{name}",
         "baseModelId": name,

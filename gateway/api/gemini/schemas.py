@@ -18,7 +18,7 @@ _INT32: Final = 2**31
 _HUGE: Final = 1.7976931348623157e308
 _TYPES: Final = ("TYPE_UNSPECIFIED", "STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL")
 _NO_FORMATS: Final = ("enum", "float", "double", "int64", "")
-"""Formats of this API that say nothing about what is valid."""
+"""Formats of this API that restrict nothing."""
 
 _count = whole(0, INT64 - 1)
 _bound = number(-_HUGE, _HUGE)

@@ -31,7 +31,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _OPEN: Final = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "$ref")
 )
-"""What says which other arguments there may be."""
+"""Keywords that allow other arguments."""
 
 _string = text()
 _NOT_OURS: Final = "Kvasir has no tools of its own; declare functions."

@@ -168,8 +168,8 @@ GEMINI = Dialect(
 
 
 def page(items: Mapping[str, _T], query: Mapping[str, str]) -> tuple[Sequence[tuple[str, _T]], str]:
-    """The items of the page that is asked for, in the order of their keys, and the token of the next one, empty at the
-    end. A token stays valid while items come and go. Raises BadRequestError for a size or token that is none."""
+    """The items of the page of the query, in the order of their keys, and the token of the next one, empty at the
+    end. A token stays valid while items are added and deleted. Raises BadRequestError."""
     values = read_query(query, PAGE)
     size, after = min(values.get("pageSize") or DEFAULT_SIZE, MAX_SIZE), _after(values)
     keys = sorted(key for key in items if after is None or key > after)

@@ -202,4 +202,4 @@ async def test_a_store_that_is_down_costs_no_answer() -> None:
     async with running(pipeline(), fingerprints=DownStore()) as gateway, gateway.anthropic() as client:
         first = await client.messages.create(**ask())
         second = await client.messages.create(**ask(first.id))
-    assert reason(second) == {"type": "unavailable", "detail": "what is remembered cannot be reached"}
+    assert reason(second) == {"type": "unavailable", "detail": "the store of fingerprints is unreachable"}
