@@ -1,7 +1,7 @@
 """The composition root: builds every stage once from its section of the settings, and the pipeline.
 
-Nothing else knows who implements what. What it makes is at rest: serving.py, or a test, opens the port and starts what
-runs by itself.
+Nothing else knows the implementations. Nothing runs yet: serving.py, or a test, opens the port and starts background
+tasks.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from gateway.version import installed_version
 log = logging.getLogger(__name__)
 
 REDIS_RETRY_S = 1.0
-"""Without Redis after a failure, before it is asked again: a gateway notices its return within a second."""
+"""Seconds from a failure of Redis to the next probe."""
 
 RETRY_AFTER_S = 2.0
-"""What a client is told whose model has no engine at the moment: about what one takes to start."""
+"""Retry-After while a model has no engine: about what one takes to start."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Gateway:
         folder = settings.files.folder or settings.server.data_dir / "files"
         self.files = FileStore(Folder(folder, settings.files, time.time), settings.files)
         jobs_folder = settings.batches.folder or settings.server.data_dir / "batches"
-        # A connection of its own: what is asked about jobs may take longer than what a request waits for.
+        # A connection of its own: calls for jobs may take longer than those that requests wait for.
         timeout_s = settings.batches.redis_timeout_s
         self.batch_redis = connect(self.redis_url, timeout_s) if self.redis_url and self.redis is not None else None
         batches = settings.batches
@@ -223,7 +223,7 @@ class Gateway:
 
 
 def _semantic_cache(settings: Settings, questions: RedisQuestions | None, embedder: Embedder) -> SemanticCache | None:
-    """None where nobody may use it, or the extra is missing."""
+    """None where no tenant may use it, or the extra is missing."""
     own = settings.semantic_cache
     modes = {tenant.name: tenant.semantic_cache for tenant in settings.tenants if tenant.semantic_cache is not None}
     if own.mode == "off" and all(mode == "off" for mode in modes.values()):

@@ -1,12 +1,12 @@
-"""When an upstream is left alone. A state machine without I/O; time comes from the clock that it is given.
+"""A circuit breaker. A state machine without I/O; time comes from the clock that it is given.
 
-    closed     asked as ever; `failures` in a row open it
-    open       not asked until `open_s` seconds are over
-    half-open  asked by one request at a time; its success closes, its failure opens it again
+    closed     every request is admitted; `failures` in a row open it
+    open       no request is admitted until `open_s` seconds are over
+    half-open  one request at a time is admitted; its success closes the breaker, its failure opens it again
 
-Whoever was admitted says how it went: succeeded, failed, or abandoned (it cannot tell). An answer that begins says so,
-too, because its end may be far: it closes what was open, but an upstream whose answers all break off begins each of
-them, so it forgives no failure.
+Each admitted request reports how it ended: succeeded, failed, or abandoned (not known). The begin of an answer is
+reported as well, because its end may be far: it closes an open breaker, but does not reset the count of failures, as an
+upstream may break off all of its answers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Breaker:
         return "open" if self._clock() < self._opened_s + self._open_s else "half-open"
 
     def admit(self) -> bool:
-        """Whether the upstream may be asked now."""
+        """Whether a request may be sent now."""
         if self.state == "half-open" and not self._probing:
             self._probing = True
             return True
         return self.state == "closed"
 
     def wait_s(self) -> float:
-        """Seconds until it may be asked again; 0: now. While one request tries it, as long as it stays open."""
+        """Seconds until a request may be admitted; 0: now. While one probes, as long as the breaker would stay open."""
         if self._opened_s is None:
             return 0.0
         if self._probing:
@@ -50,7 +50,7 @@ class Breaker:
         return max(0.0, self._opened_s + self._open_s - self._clock())
 
     def began(self) -> None:
-        """An answer, which has still to come to its end."""
+        """An answer begins; its end is reported later."""
         if self._opened_s is not None:
             self.succeeded()
 
@@ -64,5 +64,5 @@ class Breaker:
             self._opened_s, self._probing = self._clock(), False
 
     def abandoned(self) -> None:
-        """The client left before anything was known: the next one may try."""
+        """The client left before anything was known: the next request may probe."""
         self._probing = False

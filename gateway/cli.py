@@ -35,7 +35,7 @@ INTERRUPTED_EXIT = 130
 
 PRIVATE = 0o077
 """The umask of servers and of all that they start: folders and files hold what tenants sent, so they are this user's
-alone, whoever makes them (pathlib gives missing parents the usual mode, Redis its files)."""
+alone, also those that pathlib and Redis create."""
 
 COMMANDS = {
     "serve": "start everything on this machine: Redis, engines, gateway",
@@ -110,7 +110,7 @@ def _client(options: argparse.Namespace) -> int:
         return run(options, os.environ)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT
-    except BrokenPipeError:  # whoever read our output has had enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -150,7 +150,7 @@ def _run(work: Coroutine[Any, Any, None]) -> int:
 
 
 def _terminate_at_eof() -> None:
-    """Ends this process when whoever started it is gone: its end of our standard input closes then."""
+    """Ends this process when its parent process is gone: standard input closes then."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

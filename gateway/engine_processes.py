@@ -36,7 +36,7 @@ _FIRST_RESTART_S, _LAST_RESTART_S, _STEADY_S = 0.5, 15.0, 60.0
 
 
 class EngineStartError(RuntimeError):
-    """An engine ended for a reason that starting it again would not change. It has said why on stderr."""
+    """An engine ended for a reason that a restart would not change, which is on its stderr."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class EngineProcesses:
         logs       of their processes
         folder     for the socket files; a temporary folder is used when its path is too long for a socket
         environ    what the engines inherit, as this process got it
-        worked     whether the engine at this URL has ever been connected to; whoever connects knows
+        worked     whether the engine at this URL has ever been connected to
         on_fatal   called once per engine that never worked and cannot be started with these settings
         command    what runs an engine; it reads its settings from the environment and ends when its input is closed
         """

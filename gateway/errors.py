@@ -18,8 +18,8 @@ api/ writes these in its own shape.
     +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s; no engine took it
     |   +-- NoEngineError          503                          the model is known, its engines are away
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
-    |   +-- RedisDownError         503                          what is asked for is in Redis, which does not answer
-    |   +-- UpstreamsAwayError     503                          all upstreams of the model are left alone, or busy
+    |   +-- RedisDownError         503                          what is requested is in Redis, which does not answer
+    |   +-- UpstreamsAwayError     503                          all upstreams of the model are open-circuited, or busy
     +-- EngineLostError            502                          after the first byte; before it the pipeline tries again
     +-- UpstreamLostError          502  upstream_failed         no upstream answered, or one stopped in its answer
     +-- UpstreamTimeoutError       504  upstream_timeout        retry: the upstream was too slow
@@ -27,7 +27,7 @@ api/ writes these in its own shape.
     |   +-- EnginesDiedError       500                          retry: no, two engines died while they worked on it
     +-- NativeError                500                          a native library panicked on this request
     +-- StorageError               500                          the disk does not do what it should
-    |   +-- StorageFullError       507  storage_full            retry: no, somebody has to make room
+    |   +-- StorageFullError       507  storage_full            retry: no, the disk is full
     +-- NotCachedError             504  not_cached              retry: no, nothing else was allowed than the cache
     +-- EmbedderError              500                          the embedding model failed these texts
 """
@@ -38,11 +38,11 @@ import math
 from typing import Final, Self
 
 MAX_DEAD_ENGINES: Final = 2
-"""Engines that may die while they work on one request: the first may be chance, and a third would serve nobody."""
+"""Engines that may die while they work on one request: the first may be chance, and a third would help no request."""
 
 
 class KvasirError(Exception):
-    """Base of everything that a client can be told. `message` is written for the client.
+    """Base of all errors for clients. `message` is written for the client.
 
     `reason` is what `message` says without naming `param`, for dialects that write the two side by side.
     """
@@ -77,7 +77,7 @@ class BadRequestError(KvasirError):
 
 
 class ContextLengthError(BadRequestError):
-    """The prompt, or prompt and asked-for completion, is longer than the model's context."""
+    """The prompt, or prompt and requested completion, is longer than the model's context."""
 
     code = "context_length_exceeded"
     context_tokens = 0
@@ -249,7 +249,7 @@ class EngineLostError(KvasirError):
 
 
 class UpstreamsAwayError(OverloadedError):
-    """No upstream of the model may be asked at the moment: they failed too often, or have no connection left."""
+    """Every upstream of the model has an open circuit breaker, or no free connection."""
 
     def __init__(self, model: str, retry_after_s: float) -> None:
         super().__init__(f"No upstream that serves `{model}` can be asked at the moment.", retry_after_s=retry_after_s)
@@ -258,7 +258,7 @@ class UpstreamsAwayError(OverloadedError):
 class UpstreamLostError(KvasirError):
     """An upstream could not be reached, or ended in the middle of its answer.
 
-    between_events  whether what came of a stream of events ends where one does
+    between_events  whether the part of the stream that arrived ends with a whole event
     begun           whether an upstream may have begun to work on the request
     """
 
@@ -299,7 +299,7 @@ class StorageError(KvasirError):
 
 
 class StorageFullError(StorageError):
-    """There is no room for it, and nothing of it was kept."""
+    """The disk is full; nothing of the file was stored."""
 
     status = 507
     code = "storage_full"
@@ -313,4 +313,4 @@ class NotCachedError(KvasirError):
 
 
 class EmbedderError(KvasirError):
-    """The embedding model cannot be loaded, or failed a batch. Who embeds for a cache goes on without it."""
+    """The embedding model cannot be loaded, or failed a batch. A cache goes on without it."""

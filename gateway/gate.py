@@ -20,7 +20,7 @@ from gateway.errors import DeadlineError
 from gateway.types import Ask, Tier
 
 MAX_IDLE_TENANTS: Final = 1024
-"""Tenants without requests whose turns are remembered, until the next look at which need not be."""
+"""Tenants without requests whose turns are remembered, before the least useful are dropped."""
 
 TIER_SIGNS: Final[dict[Tier, float]] = {"priority": -1.0, "default": 0.0, "flex": 1.0}
 """Multiplied by what a tier is worth: the least goes first."""
@@ -62,8 +62,8 @@ class FairQueue(Generic[W]):
 
     def __init__(self, tier_s: float = 0.0) -> None:
         self._tier_s = tier_s
-        self._now_s = 0.0  # where the tenants stand whose turn it was last
-        self._next_s: dict[str, float] = {}  # where a tenant stands, behind what it used
+        self._now_s = 0.0  # virtual time: the start of the last service
+        self._next_s: dict[str, float] = {}  # virtual time at which a tenant's next service starts
         self._tenants: dict[str, list[tuple[Order, W]]] = {}  # in order; only those with requests
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class FairQueue(Generic[W]):
             start_s = self._start_s(waiter)
             self._now_s = max(self._now_s, start_s)
             self._next_s[waiter.ask.tenant] = start_s + waiter.cost_s / waiter.ask.weight
-        if len(self._next_s) > MAX_IDLE_TENANTS:  # who would stand where all begin need not be remembered
+        if len(self._next_s) > MAX_IDLE_TENANTS:  # tenants at the common start need not be remembered
             self._next_s = {
                 name: next_s for name, next_s in self._next_s.items() if name in self._tenants or next_s > self._now_s
             }

@@ -1,4 +1,4 @@
-"""What a request used and reused: the first words of an engine become its trace, and the trace what its client is told.
+"""Usage of a request: the first update of an engine becomes its trace, and the trace the usage for the client.
 
 Knows no I/O. The pipeline calls it; admin/accounting.py reads the trace when the answer has ended.
 """
@@ -22,7 +22,7 @@ BEGINNING_TOKENS: Final = 1024
 """Prompts that share fewer are not worth an operator's attention; upstream APIs cache nothing shorter."""
 
 MAX_BEGINNINGS: Final = 4096
-"""Beginnings of prompts that are remembered with the key they came with last, about 200 bytes each."""
+"""Prompt beginnings that are remembered with their last key, about 200 bytes each."""
 
 
 class KeyMisses:
@@ -69,7 +69,7 @@ def meter_start(request: Request, prompt: EncodedPrompt, block_size: int, update
     trace.cached_tokens = update.cached_tokens or 0
     trace.lease_read_tokens = update.lease_read_tokens or 0
     trace.lease_write_tokens = update.lease_write_tokens or 0
-    trace.reported_cached_tokens = _told_cached(trace, only_leased=request.only_leased)
+    trace.reported_cached_tokens = _reported_cached(trace, only_leased=request.only_leased)
     if isinstance(request.prompt, ChatPrompt) and request.prompt.markers:
         points = prompt.breakpoints
         degraded = len(points) if update.leases_degraded is None else update.leases_degraded
@@ -88,15 +88,15 @@ def meter_start(request: Request, prompt: EncodedPrompt, block_size: int, update
 
 
 def _lease_writes(points: Sequence[Breakpoint], read: int, end: int) -> Iterator[tuple[float, int]]:
-    """Time to live and tokens of what each breakpoint adds to the one before it, between what is told as cached and the
-    last that is kept."""
+    """Time to live and tokens of what each breakpoint adds to the one before it, between what is reported as cached and
+    the last leased token."""
     for point in points:
         if read < point.tokens <= end:
             yield point.ttl_s, point.tokens - read
             read = point.tokens
 
 
-def _told_cached(trace: Trace, *, only_leased: bool) -> int:
+def _reported_cached(trace: Trace, *, only_leased: bool) -> int:
     """Never less than a lease promised, however much of it was computed again."""
     reused = 0 if only_leased else trace.cached_tokens
     return min(max(reused, trace.lease_read_tokens), trace.prompt_tokens)

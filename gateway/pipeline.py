@@ -2,7 +2,7 @@
 
     1. responses   was it answered before, or is it being answered?
     2. prompts     render, split, tokenise what is new, chain the block hashes
-    3. index       who holds the longest part of this prompt?
+    3. index       which engine holds the longest prefix of this prompt?
     4. + 5. queue  wait for a slot, where the first token will come soonest
     6. engine      stream the tokens; detokenise; stop; meter
     7. responses   remember the answer, if it may be remembered
@@ -95,7 +95,7 @@ class Pipeline:
         for attempt in range(1, self._max_attempts + 1):
             engine: Engine | None = None
             try:
-                # 3. Who holds its prefix, of the engines that are there now?
+                # 3. Which of the engines that are there now hold its prefix?
                 engines, ask = await self._ask(request, prompt, lost)
                 waited_s = time.monotonic()
                 # 4. + 5. Wait for a slot, at the one where the first token will come soonest.
@@ -131,7 +131,7 @@ class Pipeline:
         self, request: Request, error: EngineLostError, dead: EngineLostError | None, attempt: int
     ) -> EngineLostError | None:
         """Before the first byte another engine takes over; after it the dialect ends the stream with an error. Returns
-        the error of an engine that died, if one has; raises what the client is told."""
+        the error of an engine that died, if one has; raises the error for the client."""
         if request.trace.first_token_ms is not None:
             raise error
         if error.died and request.lane == "batch":  # its line is counted, and tried again when it is alone
@@ -149,7 +149,7 @@ class Pipeline:
         names = [engine.hello.incarnation for engine in engines]
         names = [name for name in names if name not in lost] or names
         held: Mapping[str, int] = {}
-        # With one engine there is nothing to choose, and while nobody waits nothing to put in order.
+        # With one engine there is nothing to choose, and without waiting requests nothing to order.
         looked_up = request.use_cache and (len(names) > 1 or (self._queue.waiting and request.lane == "online"))
         if looked_up:
             held = await self._index.find(request.model, prompt.digests, names)

@@ -1,4 +1,4 @@
-"""The embedded Redis: a real redis-server of our own, on a socket file that nobody else can open.
+"""The embedded Redis: a real redis-server of our own, on a socket file of this user alone.
 
 Found, configured, started, watched, started again when it dies, and ended. What is in it is spoken of elsewhere
 (engine/publish.py, the batch lane); clients connect to `url` with redis-py like to any other Redis.
@@ -131,7 +131,7 @@ class RedisServer:
         (self._folder / "redis.conf").write_text(config, encoding="utf-8")
 
     async def _end_orphan(self) -> None:
-        """Ends a Redis that outlived the process which had started it. We hold the lock: it is nobody's now."""
+        """Ends a Redis that outlived the process which had started it. We hold the lock: no process uses it now."""
         if not self._socket.exists():
             return
         async with self._client() as client:
@@ -160,7 +160,7 @@ class RedisServer:
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while not await self._answers():
             if self._process.returncode is not None:
-                raise RedisStartError(f"{self._binary} ended at once: {self._last_words()}")
+                raise RedisStartError(f"{self._binary} ended at once: {self._last_line()}")
             if time.monotonic() > give_up_s:
                 raise RedisStartError(f"{self._binary} does not answer after {START_TIMEOUT_S:.0f} s")
             await asyncio.sleep(POLL_S)
@@ -194,9 +194,9 @@ class RedisServer:
     def _client(self) -> Redis:
         return Redis(unix_socket_path=str(self._socket), socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         lines = (self._folder / "redis.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "its log is empty"
 
 
 def find_binary() -> Path:
@@ -220,11 +220,11 @@ def socket_path(folder: Path) -> Path:
 
 
 def _private(folder: Path) -> None:
-    """Makes a folder that only this user can enter. Raises RedisStartError when it is somebody else's."""
+    """Makes a folder that only this user can enter. Raises RedisStartError when another user owns it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise RedisStartError(f"{folder} belongs to somebody else")
+        raise RedisStartError(f"{folder} belongs to another user")
     folder.chmod(0o700)
 
 

@@ -61,7 +61,7 @@ async def serve(
             stack.push_async_callback(redis.aclose)
             looking = tasks.spawn(warn_of_eviction(redis), name="look at the policy of Redis")
             stack.push_async_callback(tasks.cancel, looking)
-        # 2. The stages, and the port: whoever asks now is told that the server is starting.
+        # 2. The stages, and the port: requests are answered from now on, with 503 until there is an engine.
         keys, proxies = upstream_keys(settings, environ), upstream_proxies(settings, environ)
         gateway = Gateway(settings, redis, redis_url, keys, proxies)
         close_with(stack, gateway)
@@ -109,7 +109,7 @@ async def serve(
 
 
 def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
-    """What the stages hold is let go of with the stack, last first."""
+    """Closes the stages with the stack, last first."""
     stack.callback(gateway.prompts.close)
     stack.callback(gateway.embedder.close)
     stages = (gateway.answers, gateway.index, gateway.ledger, gateway.files, gateway.limits)
@@ -122,7 +122,7 @@ def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
 
 
 def _start(gateway: Gateway) -> None:
-    """What the stages do by themselves, beside requests."""
+    """Starts the background tasks of the stages."""
     if gateway.semantic_cache is not None:
         gateway.semantic_cache.start()
     stages = (gateway.files, gateway.upstreams, gateway.ledger, gateway.limits, gateway.index, gateway.answers)

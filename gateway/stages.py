@@ -42,7 +42,7 @@ class Reader(Protocol):
         ...
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Sequence[TextDelta | CallDelta]:
-        """What became certain with these tokens. `logprobs` has one for each, when they are asked for."""
+        """What became certain with these tokens. `logprobs` has one for each, where requested."""
         ...
 
     def flush(self) -> Sequence[TextDelta | CallDelta]:
@@ -72,7 +72,7 @@ class Prompts(Protocol):
         ...
 
     def score(self, prompt: EncodedPrompt, logprobs: Sequence[TokenLogprobs], model: Hello) -> tuple[ScoredToken, ...]:
-        """A prompt with the log probabilities of its tokens; the first has none, which is told as 0."""
+        """A prompt with the log probabilities of its tokens; the first has none, which is reported as 0."""
         ...
 
 
@@ -118,12 +118,12 @@ class Registry(Protocol):
         ...
 
     def models(self) -> Mapping[str, int]:
-        """Every known model, also those whose engines are away -> Unix second at which its newest engine started."""
+        """Every known model, also without a reachable engine -> Unix second at which its newest engine started."""
         ...
 
 
 class Queue(Protocol):
-    """Steps 4 and 5. A bounded number of sequences per engine; who waits is sent to an engine when one has a slot."""
+    """Steps 4 and 5. A bounded number of sequences per engine; waiting requests go to an engine when one has a slot."""
 
     @property
     def waiting(self) -> int:

@@ -353,7 +353,7 @@ def _retry_of_status(status: int) -> Retry:
 async def _read(answer: UpstreamAnswer, max_bytes: int) -> bytes:
     """The body as one row of JSON. Raises UpstreamLostError for any other body."""
     whole = bytearray()
-    async for chunk in answer.pieces:
+    async for chunk in answer.chunks:
         whole += chunk
         if len(whole) > max_bytes:
             raise _unreadable(answer, f"more than {max_bytes} bytes")

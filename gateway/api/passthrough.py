@@ -217,8 +217,8 @@ class Passthrough:
             reuse=stricter(record.reuse, reuse),
             lane=record.lane,
             scope=self.namespaces.scope(record.namespace, tenant),
-            made=partial(self.responses.remember_upstream, tenant.name) if keeps else None,
-            maker=partial(self.responses.find_upstream, tenant.name),
+            on_created=partial(self.responses.remember_upstream, tenant.name) if keeps else None,
+            find_creator=partial(self.responses.find_upstream, tenant.name),
             work=record.work,
             **more,
         )
@@ -237,7 +237,7 @@ async def _pass_back(
             with no_panic():
                 await response.prepare(http)
                 if http.method != "HEAD":  # aiohttp would write the body
-                    async for chunk in answer.pieces:
+                    async for chunk in answer.chunks:
                         if chunks is not None:
                             chunks.append(chunk)
                         await response.write(chunk)

@@ -72,9 +72,9 @@ class Record:
 
     @property
     def usage(self) -> Usage | None:
-        """What was computed for it, or begun to be; a remembered answer was not. None where an upstream has not told
+        """What was computed for it, or begun to be; a remembered answer was not. None where an upstream did not report
         it."""
-        if any(trace.untold for trace in self.traces):
+        if any(trace.unmetered for trace in self.traces):
             return None
         begun = [trace for trace in self.traces if trace.engine is not None and trace.hit is None]
         return Usage(

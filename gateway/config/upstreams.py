@@ -108,9 +108,9 @@ class UpstreamSettings(Section):
     retry_max_s: NonNegativeFloat = 10.0
     """Seconds that are waited before a try; an upstream that asks for more is not tried again."""
     breaker_failures: PositiveInt = 5
-    """Failures in a row after which it is left alone."""
+    """Failures in a row that open its circuit breaker."""
     breaker_open_s: PositiveFloat = 15.0
-    """Seconds that it is left alone, until one request tries it again."""
+    """Seconds that its circuit breaker stays open, until one request probes it."""
     list_models: bool = False
     """Whether it is asked for its list, so that `/v1/models` has what the patterns stand for."""
     list_every_s: ClassVar = 300.0

@@ -61,12 +61,12 @@ class Entry(NamedTuple):
 
     prompt_tokens   of its prompts, with `cached_tokens` and `writes` among them: each token is of one kind
     cached_tokens   as reported to the client, which is what is paid
-    writes          time to live in seconds (0: none was asked for), tokens written to the cache, as reported
+    writes          time to live in seconds (0: none requested), tokens written to the cache, as reported
     reused_tokens   of the prompts, those that were not computed again; they may be more than what is reported
     reused_ms       that computing those would have taken
-    reused_by       whose cache it was
+    reused_by       the cache of our engines, or of a hosted API
     by_upstream     a hosted API answered, or had answered what was remembered; it knows nothing of our batch lane
-    hits            answers that were not generated; nothing else is said of them
+    hits            answers that were not generated; they are in no other field
     """
 
     tenant: str

@@ -59,7 +59,7 @@ class Ledger:
 
     @property
     def totals(self) -> Mapping[Row, Figures]:
-        """Of this gateway since its start; the day is empty. Made when it is asked for."""
+        """Rows of this gateway since its start, without a day. Computed at each access."""
         totals = {row: dict(counted) for row, counted in self._totals.items()}
         for row, counted in self._rows.items():
             self._total(totals, row, counted)

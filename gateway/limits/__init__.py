@@ -1,1 +1,1 @@
-"""What each tenant may ask for per minute and at a time, counted in Redis for all gateways, or in memory."""
+"""Limits of tenants per minute and in flight, counted in Redis for all gateways, or in memory."""

@@ -1,4 +1,4 @@
-"""What a tenant has limits for, and what a request takes of them. Pure values.
+"""The limits of a tenant, and what a request takes of them. Pure values.
 
 A request's tokens are known when it is over. Before that its prompt's are estimated, and its answers are taken to be as
 long as they may be, so that what is set aside is seldom less than what is used.
@@ -22,7 +22,7 @@ IN_FLIGHT: Final = "in_flight"
 """The limit of requests in flight, among those that a request is refused for."""
 
 RETRY_IN_FLIGHT_S: Final = 1.0
-"""When to ask again for a place among those in flight: nobody knows when the next of them ends."""
+"""Retry-After for the limit of requests in flight, whose ends are not known."""
 
 _NAMES: Final[Mapping[LimitKind, str]] = {
     "requests": "requests per min (RPM)",
@@ -77,7 +77,7 @@ def to_set_aside(need: Need, limits: Limits, settings: LimitSettings) -> Amounts
 
 
 def used(usage: Usage, settings: LimitSettings) -> Amounts:
-    """What a request took in the end."""
+    """The amounts that a request used."""
     inputs = usage.prompt_tokens - (0 if settings.count_cached_tokens else usage.cached_tokens)
     return _amounts(max(0, inputs), usage.completion_tokens)
 
@@ -88,7 +88,7 @@ def costs(amounts: Amounts, limits: Limits) -> dict[LimitKind, int]:
 
 
 def refusal(limits: Limits, amounts: Amounts, taken: Taken, tenant: str) -> RateLimitError:
-    """Why it was not taken: the limit that will be in its way the longest."""
+    """The error for a refused request: the limit that needs the longest wait."""
     waits = {
         kind: wait_us(taken.full_us[kind], taken.now_us, cost, limits.burst_us)
         for kind, cost in costs(amounts, limits).items()

@@ -1,14 +1,14 @@
-"""What counts tenants' requests and tokens: in Redis for all gateways, or in the memory of one.
+"""Counters of tenants' requests and tokens: in Redis for all gateways, or in the memory of one.
 
 Each limit per minute is a bucket that holds a minute's worth, or less, and fills evenly. A bucket is one number: the
 microsecond at which it will be full again (a virtual clock, as in GCRA). What is taken moves that time on by as long as
-it takes to flow back, so that a bucket needs no limit to be kept, and no timer to fill it:
+it takes to flow back, so that a bucket stores no limit and needs no timer:
 
     |-------------- burst_us -------------|
     now          full_us                  now + burst_us
     |<- is missing ->|<---- is there ---->|
 
-Whoever takes no more than is there leaves `full_us` at or before `now + burst_us`. So within any time t from the
+A request that takes no more than is there leaves `full_us` at or before `now + burst_us`. So within any time t from the
 start on no more is taken than limit * (burst_us + t) / 60 s, but for a request that is larger than what a bucket
 holds, which has it when nothing is missing. What was set aside and not used flows back when it is known
 (`give_back`); what was used beyond that is owed, and full_us may then be later.
@@ -60,11 +60,11 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What became of it.
+    """The decision.
 
     admitted   False: nothing was taken
-    now_us     by the clock of who counts
-    full_us    of each bucket that was asked for, after it
+    now_us     by the clock of the counters
+    full_us    of each requested bucket, afterwards
     """
 
     admitted: bool
@@ -200,12 +200,12 @@ class SharedCounters:
         self._memory = memory
 
     async def take(self, tenant: str, take: Take) -> tuple[Taken, Counters]:
-        """Also returns who counted it: what was taken there is given back there."""
+        """Also returns the counters that decided: what was taken there is returned there."""
         if self._redis is not None:
             try:
                 return await self._redis.take(tenant, take), self._redis
             except BaseException as error:
-                if take.flight is not None:  # Redis may have given a lease that no request has
+                if take.flight is not None:  # Redis may have granted a lease that no request holds
                     tasks.spawn(quiet(self._redis.give_back(tenant, {}, [take.flight])), name="end lease")
                 if not isinstance(error, RedisDownError):
                     raise

@@ -1,7 +1,7 @@
-"""The limits of every tenant: what a request may take is set aside before it is answered, and put right behind it.
+"""The limits of tenants: an estimate is reserved before a request is answered, and corrected afterwards.
 
-Knows no wire format and no Redis: counters count, amounts.py says how much, the dialects write what came of it. A
-tenant without limits costs nothing; one with limits, one call of the counters before the answer and one behind it.
+Knows no wire format and no Redis: counters.py counts, amounts.py has the amounts, the dialects write the headers. A
+tenant without limits costs nothing; one with limits, a call of the counters before the answer and one after it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from gateway.limits.counters import Counters, SharedCounters, Take, Taken, quiet
 from gateway.types import LimitKind, Need, Room, Usage
 
 CLOSE_LIMIT_S: Final = 2.0
-"""For what is on its way to the counters when the gateway ends."""
+"""Seconds for unsent corrections when the gateway ends."""
 
 
 @dataclass(slots=True)
 class _Account:
     """A tenant that has limits, as this gateway knows it.
 
-    taken     what its counters said last
-    heard_s   when that was, by the monotonic clock
-    flights   leases that this gateway holds for it, and who counts them
-    refused   requests since the start, by the limit
+    taken       the last answer of its counters
+    updated_s   when that was, by the monotonic clock
+    flights     leases that this gateway holds for it, and their counters
+    refused     requests since the start, by the limit
     """
 
     limits: Limits
     taken: Taken = field(default_factory=lambda: Taken(True, 0, {}))
-    heard_s: float = 0.0
+    updated_s: float = 0.0
     flights: dict[str, Counters] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
 
@@ -68,12 +68,12 @@ class TenantLimits:
         return tenant in self._accounts
 
     def rooms(self, tenant: str) -> dict[LimitKind, Room]:
-        """What it may still send, as its counters said last; nothing for what has no limit. Asks nobody."""
+        """What is left of each limit, by the last answer of the counters and the clock. No I/O."""
         account = self._accounts.get(tenant)
         if account is None:
             return {}
         taken = account.taken
-        now_us = taken.now_us + round((self._clock() - account.heard_s) * 1e6)
+        now_us = taken.now_us + round((self._clock() - account.updated_s) * 1e6)
         limits, full_us = account.limits, taken.full_us
         return {
             kind: room(limit, full_us.get(kind, 0), now_us, limits.burst_us)
@@ -81,8 +81,8 @@ class TenantLimits:
         }
 
     async def set_aside(self, tenant: str, need: Need) -> Hold | None:
-        """Until the hold is settled. None for a tenant without limits. Raises RateLimitError, and nothing else: who
-        counts may be away."""
+        """Reserves until the hold is settled. None for a tenant without limits. Raises RateLimitError and nothing
+        else: without Redis the counters of this gateway decide."""
         if (account := self._accounts.get(tenant)) is None:
             return None
         try:
@@ -97,7 +97,7 @@ class TenantLimits:
         flight = f"{self._gateway}-{next(self._numbers)}" if need.generates and limits.max_in_flight else None
         take = Take(costs(amounts, limits), flight, limits.max_in_flight, limits.burst_us)
         taken, counters = await self._counters.take(tenant, take)
-        account.taken, account.heard_s = taken, self._clock()
+        account.taken, account.updated_s = taken, self._clock()
         if not taken.admitted:
             raise refusal(limits, amounts, taken, tenant)
         if flight is not None:
@@ -109,7 +109,7 @@ class TenantLimits:
             self._renewing = tasks.spawn(self._renew_always(), name="renew leases of requests in flight")
 
     async def close(self) -> None:
-        """What was given back reaches its counters, if they answer."""
+        """Waits for unsent corrections, CLOSE_LIMIT_S at most."""
         await tasks.cancel(self._renewing)
         if self._sending:
             await asyncio.wait(self._sending, timeout=CLOSE_LIMIT_S)
@@ -122,7 +122,7 @@ class TenantLimits:
                 await quiet(counters.renew(tenant, flights))
 
     def figures(self) -> dict[str, Any]:
-        """For /metrics and /admin/stats, as counters said last."""
+        """For /metrics and /admin/stats, as of the last answers of the counters."""
         return {"tenants": {name: self._figures(name) for name in self._accounts}}
 
     def _figures(self, tenant: str) -> dict[str, Any]:
@@ -165,8 +165,8 @@ class Hold:
         self._settle: Callable[[Usage | None], None] | None = settle
 
     def settle(self, usage: Usage | None) -> None:
-        """The request is over and used this much; what else was set aside for it goes back. None: nobody knows how
-        much, and all of that stays spent. Waits for nothing, and does nothing but once."""
+        """The request is over and used this much; the rest of the reservation is returned. None: unknown, and all of it
+        stays spent. Does not block; further calls do nothing."""
         settle, self._settle = self._settle, None
         if settle is not None:
             settle(usage)

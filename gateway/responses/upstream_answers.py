@@ -99,7 +99,7 @@ class UpstreamQuery(Query[_Item]):
     async def generate(self, trace: Trace) -> AsyncGenerator[_Item, None]:
         async with self.upstreams.answer(replace(self.request, trace=trace)) as answer:
             yield answer
-            async with aclosing(answer.pieces) as chunks:
+            async with aclosing(answer.chunks) as chunks:
                 async for chunk in chunks:
                     yield chunk
         yield END
@@ -209,7 +209,7 @@ class RememberedUpstreams:
         async with aclosing(self._cache.answer_query(request.work, make)) as items:
             head = await anext(items)
             assert isinstance(head, UpstreamAnswer)
-            yield replace(head, pieces=cast("AsyncGenerator[bytes, None]", items))
+            yield replace(head, chunks=cast("AsyncGenerator[bytes, None]", items))
 
 
 def _head(items: Sequence[_Item]) -> UpstreamAnswer:

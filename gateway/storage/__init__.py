@@ -1,1 +1,1 @@
-"""What a gateway keeps outside of a request: how Redis is asked, and whether it is reachable."""
+"""Bytes that outlive a request, calls of Redis, and the circuit breaker of Redis."""

@@ -80,7 +80,7 @@ class RedisBreaker(Breaker):
             log.warning("Redis refuses commands, and this gateway goes on without what they are for: %s", error)
 
     def _answered(self, probes: bool) -> None:
-        """A call from before the failure says nothing of Redis after it: only a probe closes the breaker."""
+        """Only a probe closes the breaker: other calls began before the failure."""
         self._answers += 1
         if probes and not self.up:
             self.succeeded()

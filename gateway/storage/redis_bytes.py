@@ -96,7 +96,7 @@ class RedisBytes:
         return removed > 0
 
     async def owners(self) -> list[str]:
-        """Whoever has entries, where there is a bound over all owners; some may have none any more."""
+        """Owners with entries, where the quota has `total_bytes`; some may have none any more."""
         totals: Any = await self._calls.ask_or_skip(self._name, self._redis.hkeys(self._totals), [])
         names = (read_or_skip(self._name, owner.decode) for owner in totals)
         return sorted(name for name in names if name is not None)

@@ -1,10 +1,10 @@
-"""How Redis is asked: so many calls at a time, each within its time limit, and one error for everything that fails.
+"""Calls of Redis: a bounded number at a time, each with a time limit, and one error for every failure.
 
 A burst of requests keeps the event loop busy and makes calls wait for each other; Redis is not unreachable for that.
 So the time limit of a call starts when its turn has come, and the loop has to come round several times before it ends
-(tasks.patience). When a call is not answered, those that wait for a turn fail at once, and breaker.py says when Redis
-is asked again: a Redis that hangs costs each request one time limit. A call that gets no turn within TURNS time limits
-fails, too.
+(tasks.patience). When a call is not answered, those that wait for a turn fail at once, and breaker.py decides when
+Redis is called again: a Redis that hangs costs each request one time limit. A call that gets no turn within TURNS time
+limits fails, too.
 
 Entries in Redis that no gateway wrote (of another type, cut short, no JSON, absurd) are passed over, counted in
 `unreadable` and logged once for each store: `read_or_skip`, `ask_or_skip` and `ask_each`.
@@ -66,8 +66,8 @@ def connect(url: str, timeout_s: float) -> Redis:
 
 
 async def warn_of_eviction(redis: Redis) -> None:
-    """Says so when this Redis gives up keys without a time to live, which jobs, leases and the ledger have. Quiet where
-    it cannot be asked."""
+    """Warns when this Redis may evict keys without a time to live, which jobs, leases and the ledger have. Quiet when
+    Redis does not answer."""
     try:
         memory: Any = await redis.info("memory")
         policy, most = str(memory.get("maxmemory_policy", "")), int(memory.get("maxmemory", 0))
@@ -84,7 +84,7 @@ async def warn_of_eviction(redis: Redis) -> None:
 
 
 def read_or_skip(store: str, read: Callable[[], _T]) -> _T | None:
-    """What `read` makes of something from Redis; None when that cannot be read."""
+    """The result of `read` for a value from Redis; None when it cannot be read."""
     try:
         return read()
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, struct.error) as error:
@@ -93,7 +93,7 @@ def read_or_skip(store: str, read: Callable[[], _T]) -> _T | None:
 
 
 def skipped(store: str, error: BaseException | None) -> None:
-    """Notes that something in Redis cannot be read. Never its content."""
+    """Counts an unreadable value, and logs the first one of a store, never its content."""
     unreadable[store] += 1
     if unreadable[store] == 1:
         log.warning(
@@ -116,7 +116,7 @@ def _is_strange(error: BaseException | None) -> bool:
 
 
 class RedisCalls:
-    """The calls of one part of the gateway. Every failure is a RedisDownError, whose cause says why."""
+    """The calls of one store. Every failure is a RedisDownError with its cause."""
 
     def __init__(self, redis: Redis, timeout_s: float, breaker: RedisBreaker | None = None) -> None:
         """redis      the caller's: it is not closed here
@@ -135,7 +135,7 @@ class RedisCalls:
         return self.redis.register_script(source)
 
     async def ask(self, call: Awaitable[_T]) -> _T:
-        """What the call returns. Raises RedisDownError; what was asked for may have been done all the same."""
+        """What the call returns. Raises RedisDownError; the command may have been executed all the same."""
         try:
             return await self._ask(call)
         except RedisDownError as error:

@@ -141,7 +141,7 @@ class Trace:
     lease: Lease | None = None
     by_upstream: bool = False  # it was an upstream that answered, and its cache that was read; or is to, for a line
     completion_tokens: int = 0
-    untold: bool = False  # an upstream answered, and has not said how many tokens that took
+    unmetered: bool = False  # an upstream answered, and has not said how many tokens that took
     paid_tokens: int = 0  # of an answer that was begun for another request: computed after that one had left
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
     retries: int = 0

@@ -25,9 +25,9 @@ class UpstreamRequest:
     tier, priority  as in Request, where requests wait for an upstream
     method   of the client's request
     only     name of the one upstream that is asked, whatever it serves; empty: those of the model
-    made     is told the upstream and the id of a thing that is kept there, before the client has it. Never raises
-    maker    which upstream made, for the tenant, the thing with an id; None when that is not known. Raises
-             OverloadedError
+    on_created    called with the upstream and the id of a thing stored there, before the client has it. Never raises
+    find_creator  the upstream that created the thing with an id for the tenant; None when that is not known. Raises
+                  OverloadedError
     scope    who may get its answer again; None is the tenant alone. What clients separate theirs with is in the body
     work     that it is to look through, hash or edit its body (tasks.work_of)
     """
@@ -51,9 +51,9 @@ class UpstreamRequest:
     scope: Scope | None = None
     method: str = "POST"
     only: str = ""
-    made: Callable[[str, str], Awaitable[None]] | None = None
+    on_created: Callable[[str, str], Awaitable[None]] | None = None
     work: int = 0
-    maker: Callable[[str], Awaitable[str | None]] | None = None
+    find_creator: Callable[[str], Awaitable[str | None]] | None = None
     trace: Trace = field(default_factory=Trace)
 
     @property
@@ -67,7 +67,7 @@ class UpstreamAnswer:
     """An upstream's answer as it came, an error of its own included.
 
     headers        those that a client may see; without Content-Length the length is not known
-    pieces         of the body, as they come. Raises UpstreamLostError, or DeadlineError, when it does not come to its
+    chunks         of the body, as they arrive. Raises UpstreamLostError, or DeadlineError, when it does not come to its
                    end
     label          of the model, for metrics: one of few, whatever clients ask for
     retry_after_s  of an error: when the upstream wants to be asked again, where it says so
@@ -76,7 +76,7 @@ class UpstreamAnswer:
     upstream: str
     status: int
     headers: tuple[tuple[str, str], ...]
-    pieces: AsyncGenerator[bytes, None]
+    chunks: AsyncGenerator[bytes, None]
     label: str
     retry_after_s: float | None = None
 

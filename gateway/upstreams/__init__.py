@@ -1,1 +1,1 @@
-"""Hosted and self-hosted APIs behind the gateway. api/passthrough.py asks them; nothing here knows its web server."""
+"""Hosted and self-hosted APIs behind the gateway, called by api/passthrough.py. Knows nothing of the web server."""

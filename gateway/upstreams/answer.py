@@ -94,7 +94,7 @@ class Answer:
             is_stream=self.is_stream,
             max_bytes=settings.max_metered_bytes,
             hides_usage=hides_usage,
-            finds_ids=request.made is not None and self.status == 200,
+            finds_ids=request.on_created is not None and self.status == 200,
         )
         ready, last = meter.feed(self._first), b""
         try:
@@ -146,8 +146,8 @@ class Answer:
         self._response.close()
 
     async def _report_ids(self, meter: Meter) -> None:
-        while meter.ids and self._request.made is not None:
-            await self._request.made(self._upstream.name, meter.ids.pop(0))
+        while meter.ids and self._request.on_created is not None:
+            await self._request.on_created(self._upstream.name, meter.ids.pop(0))
 
     async def _next_chunk(self) -> bytes:
         """Empty at the end. Raises UpstreamLostError."""
@@ -169,7 +169,7 @@ class Answer:
         trace, tokens = self._request.trace, meter.tokens()
         if tokens is None or tokens.is_absurd:
             self._upstream.has_no_usage(absurd=tokens is not None)
-            trace.untold = True
+            trace.unmetered = True
             return
         trace.prompt_tokens, trace.completion_tokens = tokens.prompt, tokens.completion
         trace.cached_tokens = trace.reported_cached_tokens = tokens.cached

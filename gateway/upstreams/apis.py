@@ -1,4 +1,4 @@
-"""What the APIs of upstreams differ in: one row of APIS for each. Pure.
+"""The differences between the APIs of upstreams: one row of APIS for each. Pure.
 
 Each API counts cached tokens in its own way. Here a prompt is everything that the model read, cached or not:
 
@@ -27,10 +27,10 @@ Counts = dict[str, int]
 """By the API's own name, dotted where it is nested: the last number of each."""
 
 MARKS: Final = (b'"usage', b'"timings"')
-"""JSON without one of these says nothing about tokens; `usageMetadata` begins alike."""
+"""JSON without one of these has no token counts; `usageMetadata` begins alike."""
 
 MAX_TOKENS: Final = 10**9
-"""Of a prompt, or of all its answers. The longest contexts have a hundredth of it."""
+"""Limit of a believable count; the longest contexts have a hundredth of it."""
 
 
 class Tokens(NamedTuple):

@@ -2,13 +2,14 @@
 request for the usage where the settings allow it for the tenant. Safe in any thread, and work for one where the body is
 large.
 
-A hint is put in where the client said nothing about caching itself. It changes what a request costs, never its meaning:
+A hint is added where the client has none of its own. It changes what a request costs, never its meaning:
 
     Anthropic  `cache_control` at the end of the longest prefix that was seen before. A conversation is marked one turn
-               behind its end, so that each turn reads what the one before wrote; what comes once is never written.
+               behind its end, so that each turn reads what the one before wrote; a prompt without a second request
+               is never written.
     OpenAI     `prompt_cache_key`: requests that begin alike go to the same servers.
 
-The only memory is one of hashes. A stream of the OpenAI API tells its usage when `stream_options.include_usage` is set;
+Only hashes are remembered. A stream of the OpenAI API has its usage when `stream_options.include_usage` is set;
 metering.py takes the event that this adds out of the answer.
 """
 

@@ -43,7 +43,7 @@ class AttemptFailed(Exception):  # noqa: N818 - an attempt that failed, and no e
 
 
 _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
-"""Of every request, unless the client or the settings say something else. What comes uncompressed can be metered."""
+"""Of every request, unless the client or the settings set something else."""
 
 _WITHOUT_BODY: Final = {"accept-encoding": "identity"}
 
@@ -79,8 +79,8 @@ class _Protocol(ResponseHandler):
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Uses no connection again on which something came behind an answer: it would be read as the answer to the next
-    request, which may be another tenant's. aiohttp looks when a connection becomes idle, and not when it is taken."""
+    """Never reuses a connection with unexpected bytes behind an answer: they would be read as the answer to the next
+    request, perhaps of another tenant. aiohttp checks when a connection becomes idle, not when it is taken."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -104,8 +104,8 @@ async def read_some(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _fail_when_closed(response: aiohttp.ClientResponse) -> None:
-    """Ends the read that waits when the connection is closed. After broken chunk framing aiohttp 3.14 closes the
-    connection and leaves the reader of the body waiting."""
+    """Ends a waiting read when the connection closes. After broken chunk framing aiohttp 3.14 closes the connection and
+    leaves the reader of the body waiting."""
 
     def fail(_: object) -> None:
         if not response.content.is_eof() and response.content.exception() is None:
@@ -141,7 +141,7 @@ def deadline_s(request: UpstreamRequest, settings: UpstreamSettings) -> float:
 
 
 class Connections:
-    """Made before the event loop runs; they are opened when they are wanted."""
+    """The sessions of one upstream, one per lane, opened when first used."""
 
     def __init__(self, settings: UpstreamSettings, key: str | None, proxy: str | None = None) -> None:
         self._settings, self._api = settings, APIS[settings.dialect]
@@ -154,8 +154,7 @@ class Connections:
             self._headers[name] = f"Bearer {key}" if name == "authorization" else key
 
     async def send(self, request: UpstreamRequest, model: str, body: bytes) -> aiohttp.ClientResponse:
-        """Sends it. The answer, whose body is the caller's to read (with `read_some`) and to close. Raises what aiohttp
-        raises."""
+        """Sends the request. The caller reads the body (with `read_some`) and closes it. Raises aiohttp's errors."""
         own = _HEADERS if body else _WITHOUT_BODY
         response = await self._of(request.lane).request(
             request.method,

@@ -1,8 +1,8 @@
-"""Reads an answer's bytes while they pass: its usage, and the ids of what the upstream keeps of it. Never raises: what
-cannot be read is not metered. Pure.
+"""Reads an answer's bytes while they pass: its usage, and the ids of stored objects. Never raises: what cannot be read
+is not metered. Pure.
 
-Of a stream whole events alone pass on, so that an answer that breaks off can end with an error event; one that tells a
-usage for which the gateway asked, and not the client, is left out. All other bytes pass as they came.
+A stream passes in whole events, so that a broken answer can end with an error event. The usage event that only the
+gateway requested is left out. All other bytes pass unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EVENT_END: Final = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 _ID: Final = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 _NAMING: Final = re.compile(rb'"(?:response\.(?:created|output_item\.added|output_item\.done)|container|audio)"')
-"""In events that may name what is kept. Inside of a JSON string a quote has a backslash in front."""
+"""In events that may contain ids of stored objects. Inside a JSON string a quote is escaped."""
 
 
 class Events:
@@ -80,7 +80,7 @@ def data_of(event: bytes) -> bytes:
 
 
 class Meter:
-    """Of one answer."""
+    """Reads usage and ids of one answer."""
 
     def __init__(
         self, dialect: str, *, is_stream: bool, max_bytes: int, hides_usage: bool = False, finds_ids: bool = False
@@ -88,10 +88,10 @@ class Meter:
         """
         is_stream    the answer is server-sent events, or else JSON
         max_bytes    of a whole answer or of an event; a larger one is passed over
-        hides_usage  the event that tells the usage of a stream is not for the client
+        hides_usage  leave out the event of a stream that has only the usage
         finds_ids    `ids` are wanted
         """
-        self.ids: list[str] = []  # of what the upstream keeps, each once; for the caller to take out
+        self.ids: list[str] = []  # of stored objects, each once; the caller takes them out
         self._known_ids = set[str]()
         self._api = APIS[dialect]
         self._counts: Counts = {}
@@ -108,7 +108,7 @@ class Meter:
 
     @property
     def reads_whole(self) -> bool:
-        """Whether the ids are not known before the end."""
+        """True if ids are known only at the end."""
         return self._finds_ids and self._events is None
 
     def feed(self, chunk: bytes) -> bytes:
@@ -121,7 +121,7 @@ class Meter:
         return b"".join(event for event in self._events.feed(chunk) if not (self._read(event) and self._hides_usage))
 
     def end(self) -> bytes:
-        """The answer has come to its end. Returns what has not passed on."""
+        """The end of the answer. Returns what has not passed on."""
         if self._events is None:
             self._read(bytes(self._whole))
             self._whole.clear()
@@ -130,7 +130,7 @@ class Meter:
         return b"" if self._read(rest) and self._hides_usage else rest
 
     def tokens(self) -> Tokens | None:
-        """The usage, of an answer that broke off as well."""
+        """The usage, also of an answer that broke off; None where none was reported."""
         self.end()
         return self._api.read_usage(self._counts)
 
@@ -145,7 +145,7 @@ class Meter:
         return any(mark in text for mark in MARKS) or (self._finds_ids and _NAMING.search(text) is not None)
 
     def _read(self, text: bytes) -> bool:
-        """An event, or a whole answer. True for the event of the OpenAI API that tells nothing but the usage."""
+        """Reads an event, or a whole answer. True for the event of the OpenAI API that has only the usage."""
         is_event = self._events is not None
         if not (self._is_of_interest(text) or (self._finds_ids and not is_event)):
             return False

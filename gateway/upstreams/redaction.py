@@ -1,10 +1,10 @@
-"""What of an upstream's answer a client may see. Pure.
+"""Removes what a client must not see from an upstream's answer. Pure.
 
-Headers: all but those of one connection, those that are the gateway's to set, and those of the operator's account.
+Headers: those of one connection, those that the gateway sets, and those of the operator's account.
 
-Secrets: a key that an upstream echoes is still the operator's, in headers, in errors, and in answers while they pass.
-Headers of the settings are as secret, but one with a common value (the name of an app, a beta) may well be quoted by an
-answer that means something else; so that in answers only those are looked for that give access.
+Secrets: the upstream's key, in headers, errors and passing answers. Headers of the settings are secret, too, but common
+values (the name of an app, a beta) may occur in any answer: in passing answers only those that give access are searched
+for.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def joined(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def visible(headers: Iterable[tuple[str, str]], secrets: Secrets) -> tuple[tuple[str, str], ...]:
-    """Those that go to the client; none with a secret in it."""
+    """The headers that go to the client; none with a secret in it."""
     all_headers = list(headers)
     named = {
         name.strip().lower() for key, value in all_headers if key.lower() == "connection" for name in value.split(",")
@@ -73,7 +73,7 @@ def visible(headers: Iterable[tuple[str, str]], secrets: Secrets) -> tuple[tuple
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds until the upstream wants another request, where it says so: in milliseconds, seconds, or as a date."""
+    """Retry-After of an upstream, in seconds: sent in milliseconds, seconds, or as a date. None without one."""
     for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         try:
             seconds = float(headers.get(name, "")) * unit_s
@@ -89,21 +89,21 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 MIN_CHARS: Final = 8
-"""Of a secret. What is shorter is in many texts that quote nothing."""
+"""Shorter values are not searched for: they occur in many texts."""
 
 _GIVES_ACCESS: Final = re.compile(r"auth|key|token|secret|cookie|credential", re.IGNORECASE)
 """In the name of a header whose value gives access."""
 
 _SCHEME: Final = re.compile(r"(?:bearer|basic|token|api-?key|key)\s+(\S.*)", re.IGNORECASE)
-"""In front of what is secret of a value, and quoted without it."""
+"""The scheme in front of a secret, which may be quoted without it."""
 
 
 class QuotedError(Exception):
-    """There is a secret in it."""
+    """An answer contains a secret of the gateway."""
 
 
 class Secrets:
-    """Of one upstream, with this key and these headers."""
+    """The secrets of one upstream: its key and its configured headers."""
 
     def __init__(self, key: str | None, headers: Mapping[str, str]) -> None:
         access = [key or "", *(value for name, value in headers.items() if _GIVES_ACCESS.search(name))]
@@ -128,7 +128,7 @@ class SecretFilter:
         self._waiting = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """What may go on now. Raises QuotedError, and nothing of the secret has passed."""
+        """What may pass now. Raises QuotedError before any byte of the secret has passed."""
         text = self._waiting + chunk if self._waiting else chunk
         if any(secret in text for secret in self._secrets):
             raise QuotedError
@@ -137,7 +137,7 @@ class SecretFilter:
         return text[:end]
 
     def rest(self) -> bytes:
-        """At the end of the answer: it was the beginning of nothing."""
+        """What was held back, at the end of the answer."""
         rest, self._waiting = self._waiting, b""
         return rest
 

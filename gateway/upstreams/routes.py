@@ -16,7 +16,7 @@ from typing import Final
 from gateway.config import EVERYBODY, ServedModel, UpstreamSettings
 
 MAX_NAME_CHARS: Final = 1024
-"""Of a model. A longer one is no upstream's: matching patterns with it would take long."""
+"""Of a model name. Longer ones match no upstream: patterns would take long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Route:
 
 
 class Routes:
-    """Of all upstreams."""
+    """The routes of all upstreams."""
 
     def __init__(self, upstreams: Sequence[UpstreamSettings]) -> None:
         ordered = sorted(upstreams, key=lambda upstream: upstream.priority)  # stable: else the order of the file

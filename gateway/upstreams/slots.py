@@ -7,8 +7,8 @@ Knows no HTTP; its neighbour is upstream.py.
             in the order of their `priority`, then as they came; `flex` counts as `tier_s` seconds more, `priority` as
             so much less, and waiting makes up for it (`aging`)
     batch   a line gets what no online request wants, `batch_slots` at most together with online requests. An upstream
-            that says it has no room gets no lines for a while, and then half as many at a time; each round of answers
-            brings one back, so that lines come about as fast as it takes them (AIMD, RFC 5681, section 3.1)
+            that is overloaded gets no lines for a while, and then half as many at a time; each round of answers
+            adds one, so that lines come about as fast as it takes them (AIMD, RFC 5681, section 3.1)
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from gateway.gate import FairQueue, Gate, Pace, Waiting
 from gateway.types import Ask
 
 REQUEST_S: Final = 1.0
-"""What a request counts as in its tenant's turns: how long its answer will be is not known."""
+"""Cost of a request in its tenant's turns: the length of its answer is not known yet."""
 
 LONGEST_S: Final = 3600.0
-"""That an upstream is believed which asks to be left alone."""
+"""Longest Retry-After of an upstream that is followed."""
 
-_LANES: Final[tuple[Lane, ...]] = ("online", "batch")  # in the order in which they get free slots
+_LANES: Final[tuple[Lane, ...]] = ("online", "batch")  # in the order of service
 
 
 class UpstreamSlots:
-    """`take` in an event loop; each slot that it gave is released once. `limits` are those of the queue in front of
-    engines, and hold for each upstream by itself."""
+    """`take` and `release` of slots, in one event loop. `limits` are those of [queue], for each upstream by itself."""
 
     def __init__(
         self,
@@ -61,12 +60,12 @@ class UpstreamSlots:
         self._numbers = 0
         self._held = Counter[str]()  # online slots by tenant
         self._weights: dict[str, float] = {}  # of tenants that hold online slots, or wait for one
-        self._lines = float(batch_slots)  # that it takes at a time, as far as is known; 1 at least
+        self._lines = float(batch_slots)  # that fit at a time, as estimated; at least 1
         self._until_s = -math.inf  # no lines before
 
     async def take(self, ask: Ask) -> None:
         """Waits for a slot; takes a free one without an await. Raises QueueFullError at once, and DeadlineError when
-        its time is over, or for a line when none is taken any more. `ask` says nothing of a prompt."""
+        its time is over, or for a line while lines are held off. The prompt of `ask` does not matter."""
         queue, gate = self._queues[ask.lane], self.gates[ask.lane]
         if ask.lane == "batch" and self.held_off_s():
             raise self._late()
@@ -95,7 +94,7 @@ class UpstreamSlots:
         )
 
     def release(self, ask: Ask) -> None:
-        """A slot that `take` gave."""
+        """Frees a slot that `take` returned."""
         self.taken[ask.lane] -= 1
         if ask.lane == "online":
             self._held[ask.tenant] -= 1
@@ -104,12 +103,12 @@ class UpstreamSlots:
         self._hand_out()
 
     def answered(self) -> None:
-        """A line was, and well."""
+        """A line was answered without an error: one more fits per round of answers."""
         self._lines = min(self._lines + 1 / self._lines, float(self._batch_slots))
         self._hand_out()
 
     def hold_off(self, for_s: float) -> None:
-        """No line for so long, LONGEST_S at most, those that wait included. What was sent together counts once."""
+        """No line for `for_s`, LONGEST_S at most; waiting ones fail. Failures of one time halve the estimate once."""
         if not self.held_off_s():
             self._lines = max(self._lines / 2, 1.0)
         self._until_s = max(self._until_s, self._clock() + min(for_s, LONGEST_S))
@@ -117,7 +116,7 @@ class UpstreamSlots:
             self.gates["batch"].fail(waiter, self._queues["batch"], self._late())
 
     def held_off_s(self) -> float:
-        """Seconds until lines may come again; 0: now, as far as there is a slot."""
+        """Seconds until lines are accepted again; 0: now."""
         return max(0.0, self._until_s - self._clock())
 
     def _is_free(self, lane: Lane) -> bool:
@@ -151,14 +150,14 @@ class UpstreamSlots:
             self._weights[ask.tenant] = ask.weight
 
     def _leave(self, tenant: str, unused: Ask | None) -> None:
-        """A request waits no more, and has no use for a slot that it may have been granted."""
+        """A request left the queue, perhaps with a slot that it was granted in the same turn of the loop."""
         if unused is not None:
             self.release(unused)
         else:
             self._forget(tenant)
 
     def _find_sated(self) -> set[str]:
-        """Tenants that hold their share of all slots, among those that are here; one at least."""
+        """Tenants that hold at least their share of all slots, and one."""
         by_weight = self._most / sum(self._weights.values())
         return {
             tenant
@@ -167,7 +166,7 @@ class UpstreamSlots:
         }
 
     def _forget(self, tenant: str) -> None:
-        """A tenant that is not here any more."""
+        """Drops the state of a tenant without slots and waiting requests."""
         if not self._held[tenant] and not self._queues["online"].has_tenant(tenant):
             del self._held[tenant]
             self._weights.pop(tenant, None)

@@ -47,20 +47,20 @@ from gateway.upstreams.upstream import Upstream
 log = logging.getLogger(__name__)
 
 MAX_LABEL_CHARS: Final = 256
-"""Of a model's name that is a label of metrics, a row of the ledger and in the log; some servers answer to any."""
+"""Longest model name that becomes a label of metrics, a row of the ledger and a field of the log."""
 
 MAX_LABELS_OF_ONE: Final = 250
-"""Of these names, that the requests of one tenant may add."""
+"""Labels that the requests of one tenant may add."""
 
 MAX_LABELS: Final = 1000
-"""Names of models that were found by a pattern and are labels of metrics; what is more is under the pattern."""
+"""Labels for models that were found by a pattern; further ones are counted under the pattern."""
 
 BUSY_S: Final = 1.0
-"""Retry-After for a client whose upstreams have no connection left."""
+"""Retry-After when no upstream has a free connection."""
 
 
 class Upstreams:
-    """All [[upstreams]]. `keys`: upstream name -> API key, for those that have one."""
+    """Sends requests to upstreams, with retries, fallbacks and circuit breakers. `keys`: upstream name -> API key."""
 
     def __init__(
         self,
@@ -130,13 +130,13 @@ class Upstreams:
         QueueFullError and DeadlineError when there was no slot, UpstreamsAwayError, UpstreamLostError and
         UpstreamTimeoutError when none answered.
         """
-        routes = await self._accounts.holding(request, self._routes_of(request))
+        routes = await self._accounts.routes_for(request, self._routes_of(request))
         request.trace.overhead_ms = (time.monotonic() - request.received_s) * 1e3
         with ExitStack() as closing:  # an answer that was never read closes nothing by itself
             answer = await self._first_good(request, routes, closing)
             if answer.status < 400:
                 request.trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
-            async with aclosing(answer.pieces):
+            async with aclosing(answer.chunks):
                 yield answer
 
     def _routes_of(self, request: UpstreamRequest) -> list[Route]:
@@ -165,7 +165,7 @@ class Upstreams:
                 last = await self._attempt(request, route, closing, others=number < len(routes))
             except AttemptFailed as error:
                 failed = error if failed is None or failed.kind in _AWAY else failed
-                if error.kind not in _AWAY:  # what is left alone has its line
+                if error.kind not in _AWAY:  # the breaker has logged
                     _log_failover(request, routes[number - 1 :], error.kind)
                 continue
             except (QueueFullError, DeadlineError) as error:
@@ -221,7 +221,7 @@ class Upstreams:
 
     async def _open(self, request: UpstreamRequest, route: Route, upstream: Upstream, body: bytes) -> Answer:
         if not upstream.breaker.admit():
-            raise upstream.left_alone()
+            raise upstream.breaker_open()
         trace = request.trace
         trace.retries += trace.engine is not None
         trace.engine, trace.by_upstream = upstream.name, True
@@ -257,7 +257,7 @@ class Upstreams:
         return True
 
     def _label(self, request: UpstreamRequest, route: Route) -> str:
-        """Of a model that its upstream has answered for."""
+        """The model's name in metrics, once its upstream has answered for it."""
         name, tenant = request.model, request.tenant.name
         if name != route.pattern and name not in self._labels:
             full = len(self._labels) >= MAX_LABELS or self._labels_of[tenant] >= MAX_LABELS_OF_ONE
@@ -282,14 +282,14 @@ class Upstreams:
 
 
 _AWAY: Final = ("open", "busy")
-"""Kinds of attempts that were not made."""
+"""Kinds of failures where nothing was sent."""
 
 _UNBEGUN: Final = ("connect", "key", "redirect")
-"""Kinds of failures after which no upstream has begun to work on the request."""
+"""Kinds of failures before the upstream began to work on the request."""
 
 
 def _log_failover(request: UpstreamRequest, routes: Sequence[Route], failure: str) -> None:
-    """Says that the first one failed and the next one is tried. The log bounds how many of these it writes."""
+    """Logs that the first route failed and the next one is tried."""
     if len(routes) > 1:
         failed, other = routes[0].upstream, routes[1].upstream
         log.warning("upstream %s failed request %s (%s): %s is tried", failed, request.request_id, failure, other)

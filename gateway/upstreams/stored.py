@@ -1,8 +1,8 @@
-"""Things that an upstream keeps: the ids that a request names, those that an answer says were made, and which requests
-may name them. Pure, but for the question which upstream made one.
+"""Objects stored at upstreams (responses, files, containers): the ids that a request names, the ids that an answer
+creates, and which tenant may name which. Pure, except for looking up an object's creator.
 
-An upstream keeps things by its key: a request with the same key can name them. An *account* is all [[upstreams]] at one
-host with one key and the same headers; it is shared where more than one tenant may ask there.
+An upstream stores objects by its key: any request with the same key can name them. An *account* is all [[upstreams]] at
+one host with one key and the same headers; it is shared when more than one tenant may use it.
 
 Ids are looked for by the names that the APIs have for them (OpenAI's chats and Responses, Anthropic's messages,
 Gemini's contents), at any depth, except in what is only data to the upstream: arguments and results of tools, schemas,
@@ -22,13 +22,13 @@ from gateway.types import UpstreamRequest
 from gateway.upstreams.routes import Route, may
 
 MAX_IDS: Final = 1000
-"""That one request may name."""
+"""Ids in one request."""
 
 MAX_CREATED: Final = 256
-"""Of one answer, or event, that are remembered."""
+"""Ids of one answer, or event, that are remembered."""
 
 _MAX_DEPTH: Final = 4
-"""Of an event, a response, its output, an item."""
+"""Levels: an event, a response, its output, an item."""
 
 _NAMES: Final = frozenset(
     (
@@ -101,7 +101,7 @@ class StoredId(NamedTuple):
 
 
 def named_ids(values: Mapping[str, Any]) -> list[StoredId]:
-    """Those that a request names, each once. Raises BadRequestError for more than MAX_IDS."""
+    """The ids in a request, each once. Raises BadRequestError for more than MAX_IDS."""
     found: dict[str, StoredId] = {}
     items = values.get("input")
     if isinstance(items, list):
@@ -143,7 +143,7 @@ def _ids(name: str, value: Any, path: str) -> Iterator[StoredId]:
 
 
 def _items(items: list[Any]) -> Iterator[StoredId]:
-    """Of the input of a response: references, and items that their upstream may complete."""
+    """Ids in the input of a response: references, and items that the upstream may complete."""
     for index, item in enumerate(items):
         if not isinstance(item, dict) or not isinstance(item.get("id"), str):
             continue
@@ -159,7 +159,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _is_public(uri: str) -> bool:
-    """Whether anybody may read what is there: a URL that is none of the upstream's own files."""
+    """Whether it is a public URL, and no file of the upstream."""
     try:
         parts = urlsplit(uri)
     except ValueError:
@@ -188,7 +188,7 @@ def _list(value: Any) -> list[Any]:
 
 
 class Accounts:
-    """Of all upstreams. `num_tenants` are configured."""
+    """Which upstreams share an account, and which accounts tenants share. `num_tenants` are configured."""
 
     def __init__(self, settings: Sequence[UpstreamSettings], keys: Mapping[str, str], num_tenants: int) -> None:
         self._account = {one.name: _account(one, keys.get(one.name)) for one in settings}
@@ -200,17 +200,17 @@ class Accounts:
             account for account, names in asking.items() if len(names) > 1 or (EVERYBODY in names and num_tenants > 1)
         }
 
-    async def holding(self, request: UpstreamRequest, routes: Sequence[Route]) -> list[Route]:
-        """The routes to where everything is kept that the request names. What was made for the tenant is where it was
-        made; anything else goes on where the tenant has the account to itself, or may name what others made.
+    async def routes_for(self, request: UpstreamRequest, routes: Sequence[Route]) -> list[Route]:
+        """The routes to the account that stores everything the request names. What was created for the tenant is in the
+        account that created it; other ids are allowed where the tenant has the account to itself, or `foreign_ids`.
 
-        Raises BadRequestError when no route is left, OverloadedError when it is unknown which upstream made something.
+        Raises BadRequestError when no route is left, OverloadedError when the creator of something cannot be looked up.
         """
-        tenant, maker, left = request.tenant.name, request.maker, list(routes)
-        if maker is None or not self._must_be_recorded(left, tenant):
+        tenant, find_creator, left = request.tenant.name, request.find_creator, list(routes)
+        if find_creator is None or not self._must_be_recorded(left, tenant):
             return left
         for one in await off_loop(request.work, lambda: named_ids(request.values)):
-            if (made_by := await maker(one.id)) is None:
+            if (made_by := await find_creator(one.id)) is None:
                 left = [route for route in left if not self._is_guarded(route, tenant)]
             else:
                 account = self._account.get(made_by)
@@ -234,12 +234,12 @@ def _account(settings: UpstreamSettings, key: str | None) -> object:
     return urlsplit(settings.url).netloc, key, headers
 
 
-def _unknown_id(stored: StoredId, maker: str | None) -> BadRequestError:
+def _unknown_id(stored: StoredId, creator: str | None) -> BadRequestError:
     if stored.path == "previous_response_id":
         message = f"Previous response with id '{stored.id[:64]}' not found."
         return BadRequestError(message, param=stored.path, code="previous_response_not_found")
-    if maker is not None:
-        why = f"it is kept by the upstream {maker}, which does not serve this model, or not for all ids of the request"
+    if creator is not None:
+        why = f"it is stored at the upstream {creator}, which does not serve this model, or not all ids of the request"
     else:
         why = (
             "nothing with this id was made for this tenant through this gateway, and others share the upstream's key "

@@ -29,19 +29,19 @@ from gateway.upstreams.slots import UpstreamSlots
 log = logging.getLogger(__name__)
 
 _FAILED: Final = frozenset((500, 502, 503, 504, 529))
-"""Statuses that tell something about the upstream and not about the request."""
+"""Statuses that count as failures of the upstream."""
 
 _NO_ROOM: Final = frozenset((429, 503, 529))
-"""Statuses with which an upstream reports that it has too much to do."""
+"""Statuses of an overloaded upstream."""
 
 NO_ROOM_S: Final = 2.0
-"""That it gets no lines of batches then, where it does not say for how long."""
+"""Seconds without batch lines after such a status that has no Retry-After."""
 
 AT_ONCE_S: Final = 1e-3
-"""A request that got its slot so soon has not waited."""
+"""Shorter waits for a slot are not counted."""
 
 BATCH_WAIT_S: Final = 60.0
-"""That a line of a batch waits for a slot, until its job is looked at again, which may be cancelled by then."""
+"""Seconds that a batch line waits for a slot; then its job is checked again, which may be cancelled by then."""
 
 MAX_LISTED_CHARS: Final = 256
 
@@ -66,7 +66,7 @@ class Upstream:
         self.connections = Connections(settings, key, proxy)
         self.secrets = self.connections.secrets
         self.seen = PrefixHistory(settings.max_hints, settings.hint_ttl_s, clock)
-        self.models: list[str] = []  # that it lists; for GET /v1/models alone: routes.py decides who may use what
+        self.models: list[str] = []  # that it lists, for GET /v1/models alone
         self.hints = 0
         self.requests = 0
         self.unmetered = 0
@@ -84,7 +84,7 @@ class Upstream:
         """
         online, began_s = request.lane == "online", time.monotonic()
         if self.breaker.state == "open":
-            raise self.left_alone()
+            raise self.breaker_open()
         # A line has a connection with its slot.
         if online and self.slots.taken["online"] >= self.settings.max_connections + self.settings.max_waiting:
             self.errors["busy"] += 1
@@ -115,14 +115,14 @@ class Upstream:
         closing.callback(self.slots.release, ask)
         return request if now_s - request.received_s <= AT_ONCE_S else replace(request, received_s=now_s)
 
-    def left_alone(self) -> AttemptFailed:
-        return AttemptFailed("open", f"{self.name} is left alone", again=False)
+    def breaker_open(self) -> AttemptFailed:
+        return AttemptFailed("open", f"the circuit breaker of {self.name} is open", again=False)
 
     # -- what answer.py reports ---------------------------------------------------------------------------------------
 
     def answered(self, status: int, retry_after_s: float | None, lane: Lane) -> None:
-        """An answer begins. A failure that a line of a batch is answered with opens nothing: it may fail each time, it
-        is tried again and again, and the online lane would be left without its upstream."""
+        """An answer begins. A failed batch line never opens the breaker: lines are retried again and again, and online
+        requests would lose their upstream."""
         if status in _NO_ROOM:
             self.slots.hold_off(NO_ROOM_S if retry_after_s is None else retry_after_s)
         if status in _FAILED and (lane == "online" or self.breaker.state != "closed"):
@@ -138,13 +138,13 @@ class Upstream:
             self.slots.answered()
 
     def refuses_key(self, refuses: bool) -> None:
-        """Whether it refuses the gateway's key now; the log says it once, until it takes the key."""
+        """Whether it refuses the gateway's key now; logged once, until it accepts the key."""
         if refuses and not self._key_refused:
             log.warning("upstream %s refuses the key of the gateway (upstreams.key)", self.name)
         self._key_refused = refuses
 
     def has_no_usage(self, *, absurd: bool) -> None:
-        """An answer could not be metered; `absurd`: its figures cannot be those of one answer. The log says it once."""
+        """An answer could not be metered; `absurd`: with figures that no answer can have, which is logged once."""
         self.unmetered += 1
         if absurd:
             self.errors["usage"] += 1
@@ -154,15 +154,16 @@ class Upstream:
                 )
 
     def failed(self, kind: str) -> None:
-        """Counts a failure; says in the log when the upstream is left alone from now on, once until it answers."""
+        """Counts a failure; logs when it opens the circuit breaker."""
         self.errors[kind] += 1
         was = self.breaker.state
         self.breaker.failed()
         if was == "closed" and self.breaker.state == "open":
             log.warning(
-                "upstream %s is left alone for %.0f s: it failed again and again, the last time with %s",
+                "upstream %s: circuit breaker open for %.0f s after %d failures in a row (breaker_failures), last: %s",
                 self.name,
                 self.settings.breaker_open_s,
+                self.settings.breaker_failures,
                 kind,
             )
 
@@ -186,7 +187,7 @@ class Upstream:
         }
 
     async def list_models(self) -> None:
-        """Reads its list of models from time to time; the last one stays when there is no new one. Does not end."""
+        """Reads its list of models every `list_every_s`; keeps the last one on failure. Does not end."""
         failed = False
         while not was_cancelled():
             try:
@@ -201,7 +202,7 @@ class Upstream:
 
 
 def model_names(body: bytes) -> list[str]:
-    """Of the models in a list as one of the three APIs writes it. Raises ValueError for anything else."""
+    """Model names in the answer of a list endpoint, of any dialect. Raises ValueError for anything else."""
     listed: Any = orjson.loads(body)
     models = (listed.get("data") or listed.get("models")) if isinstance(listed, Mapping) else None
     if not isinstance(models, list):

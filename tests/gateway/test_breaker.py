@@ -1,4 +1,4 @@
-"""When an upstream is left alone."""
+"""The circuit breaker."""
 
 from __future__ import annotations
 

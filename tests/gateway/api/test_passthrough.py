@@ -385,7 +385,7 @@ async def test_an_upstream_that_fails_again_and_again_is_left_alone_with_a_time_
             assert len(stub.got) == 2
             assert (await figures(gateway))["breaker"] == "open"
             assert 'kvasir_upstream_breaker_open{upstream="up"} 1.0' in (await gateway.get("/metrics"))[1]
-    assert sum("is left alone" in record.message for record in caplog.records) == 1
+    assert sum("circuit breaker open" in record.message for record in caplog.records) == 1
 
 
 async def test_an_upstream_whose_answers_all_break_off_is_left_alone_until_one_comes_to_its_end() -> None:
