@@ -78,13 +78,6 @@ def test_no_tokens_compute_the_prompt_and_nothing_more() -> None:
     assert bench.of(3)[0].cached_tokens == 24
 
 
-def test_a_prompt_that_fills_the_context_can_be_computed() -> None:
-    bench = make(context_tokens=30)
-    bench.submit(1, prompt(30), max_tokens=0)
-    bench.finish()
-    assert [update.finish for update in bench.of(1)] == ["length"]
-
-
 def test_many_sequences_get_the_answers_they_get_alone() -> None:
     bench = make(num_blocks=200)
     for seq in range(20):
@@ -125,12 +118,6 @@ def test_what_just_fits_the_pool_runs_to_its_end() -> None:
     bench.submit(1, prompt(40), max_tokens=40)
     bench.finish()
     assert bench.answer(1) == expected(prompt(40), 40)
-
-
-def test_token_ids_that_the_model_does_not_have_are_refused() -> None:
-    bench = make()
-    bench.submit(1, [1, 2, VOCAB])
-    assert f"token id {VOCAB}" in (bench.of(1)[0].error or "")
 
 
 def test_a_cut_token_is_refused() -> None:
@@ -436,22 +423,6 @@ def test_a_preempted_sequence_reuses_its_own_blocks() -> None:
     bench.step()
     assert bench.runner.steps == [[(1, 28, 6, True)]]
     assert batch.cached_tokens == 0
-
-
-def test_fresh_blocks_are_named_once_to_be_zeroed() -> None:
-    bench = make()
-    bench.submit(1, prompt(10), max_tokens=10)
-    step = bench.scheduler.schedule(0.0)
-    assert step is not None
-    assert len(step.fresh_blocks) == 3
-    bench.scheduler.commit(step, bench.runner.run(step), 0.0)
-    fresh = []
-    for _ in range(6):
-        step = bench.scheduler.schedule(0.0)
-        assert step is not None
-        fresh.append(len(step.fresh_blocks))
-        bench.scheduler.commit(step, bench.runner.run(step), 0.0)
-    assert fresh == [0, 0, 1, 0, 0, 0]
 
 
 def test_batch_does_not_take_the_blocks_that_online_waits_for() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.scheduler import MAX_BREAKPOINTS
 from tests.fakes.scheduler_bench import SIZE, Bench, digests_of, expected, make, prompt
@@ -319,43 +316,6 @@ def test_only_what_was_computed_while_one_waited_counts_as_shared_in_flight() ->
 
 
 # -- anything, in any order -------------------------------------------------------------------------------------------
-
-
-@given(st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=60)
-def test_every_sequence_ends_in_a_tiny_pool_full_of_leases(rng: random.Random) -> None:
-    bench = make(
-        num_blocks=rng.randint(8, 16),
-        context_tokens=32,
-        step_tokens=16,
-        max_sequences=rng.randint(1, 4),
-        lease_share=rng.choice([0.5, 1.0]),
-        lease_tenant_share=rng.choice([0.5, 1.0]),
-        max_leases=rng.randint(1, 12),
-    )
-    asked: dict[int, tuple[list[int], int]] = {}
-    marked: set[tuple[int, ...]] = set()
-    for seq in range(25):
-        tokens = [rng.randrange(2) for _ in range(rng.randint(1, 28))]
-        asked[seq] = tokens, rng.randint(1, 32 - len(tokens))
-        points = [(rng.randint(1, len(tokens)), rng.choice([0.05, 1.0, 1e4])) for _ in range(rng.randint(0, 3))]
-        marked |= {tuple(tokens[:length]) for length, _ in points}
-        bench.submit(
-            seq,
-            tokens,
-            lane=rng.choice(["online", "batch"]),
-            tenant=rng.choice("ab"),
-            breakpoints=tuple(points),
-            use_cache=rng.random() < 0.9,
-            max_tokens=asked[seq][1],
-        )
-        for _ in range(rng.randint(0, 6)):
-            bench.step()
-    bench.finish()
-    for seq, (tokens, max_tokens) in asked.items():
-        assert bench.answer(seq) == expected(tokens, max_tokens)
-        read = bench.of(seq)[0].lease_read_tokens
-        assert not read or tuple(tokens[:read]) in marked
 
 
 def test_all_leases_that_a_marked_prompt_begins_with_are_told_longest_first() -> None:

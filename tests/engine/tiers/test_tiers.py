@@ -11,7 +11,6 @@ import pytest
 
 from engine.planner import COPY_WAIT_S
 from engine.protocol import DIGEST_BYTES, split_digests
-from engine.tiers.copying import BlockKey
 from engine.tiers.tier import COPY_LIMIT_S, PAUSE_S
 from tests.fakes.scheduler_bench import SIZE, digests_of, expected, prompt
 from tests.fakes.tier_bench import TierBench, make
@@ -218,20 +217,6 @@ def test_an_abort_while_blocks_are_on_their_way_leaves_them_cached() -> None:
     assert bench.pool.num_live == 0
 
 
-def test_a_disk_that_hangs_holds_a_sequence_for_a_limited_time() -> None:
-    bench = make()
-    bench.ask(1, prompt(40))
-    bench.forget_device()
-    bench.submit(2, prompt(40))
-    assert not bench.step()
-    bench.now += COPY_LIMIT_S
-    while bench.step():
-        pass
-    assert bench.answer(2) == expected(prompt(40))
-    bench.finish()
-    bench.check_contents()
-
-
 def test_a_disk_that_hangs_takes_no_place_of_a_sequence_for_good() -> None:
     bench = make(max_sequences=1)
     bench.ask(1, prompt(40))
@@ -280,34 +265,6 @@ def test_a_disk_that_hangs_keeps_no_block_of_the_model_and_what_it_reads_later_i
     assert bench.answer(21) == expected(prompt(200, 9), 20)
     bench.forget_device()
     assert bench.ask(30, prompt(40, 3), max_tokens=1) == 36, "it is asked again"
-    bench.check_contents()
-
-
-def test_a_disk_that_wakes_up_in_the_middle_of_a_restore_writes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = make(num_blocks=16)
-    bench.ask(1, prompt(40))
-    bench.forget_device()
-    (disk,) = bench.workers.values()
-    read = bench.disk.read
-
-    def hang(slots: list[int], keys: list[BlockKey], bench: TierBench = bench, read: Any = read) -> Any:
-        rows = read(slots, keys)
-        if keys[0].index == 0:
-            bench.now += COPY_LIMIT_S
-            bench.submit(3, prompt(56, 7), max_tokens=1)
-            assert not bench.step()
-            while bench.step():
-                pass
-        return rows
-
-    bench.disk.read = hang  # type: ignore[method-assign]
-    bench.submit(2, prompt(40))
-    assert not bench.step()
-    assert disk.work()
-    assert bench.answer(2) == expected(prompt(40))
-    assert bench.answer(3) == expected(prompt(56, 7), 1)
-    bench.check_contents()
-    bench.finish()
     bench.check_contents()
 
 
@@ -618,31 +575,6 @@ def test_what_ceases_to_be_trusted_while_it_comes_back_is_not_restored() -> None
     assert held(bench, "device", prompt(40)) == 0
     bench.finish()
     assert bench.answer(2) == expected(prompt(40), 1)
-
-
-def test_somebody_who_hears_of_saves_is_told_the_tier_and_the_blocks() -> None:
-    bench = make(host=32, part_blocks=4)
-    said: list[tuple[int, list[bytes]]] = []
-    bench.tiers._saving.on_saved = lambda tier, digests, now: said.append((tier, digests))
-    bench.ask(1, prompt(24), max_tokens=1)
-    digests = split_digests(digests_of(prompt(24)))
-    for number in (1, 2):
-        assert [run for tier, run in said if tier == number] == [digests[:4], digests[4:]]
-
-
-def test_what_is_urgent_is_saved_first() -> None:
-    bench = make(part_blocks=5)
-    said: list[bytes] = []
-    bench.tiers._saving.on_saved = lambda tier, digests, now: said.append(digests[0])
-    for seq in range(3):
-        bench.submit(seq, prompt(20, seq), max_tokens=1)
-    while bench.step():
-        pass
-    last = bench.tiers._saving._queues[1][-1]
-    bench.tiers.save(last, urgent=True)
-    bench.settle()
-    firsts = [split_digests(digests_of(prompt(20, seq)))[0] for seq in range(3)]
-    assert said == [firsts[0], firsts[2], firsts[1]]
 
 
 def test_a_lease_moves_down_with_its_blocks_and_is_there_when_asked_for() -> None:
