@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.leases.claims import Claims
-from engine.planner import Lanes, is_prefill
 from engine.protocol import FinishReason, Group, SequenceUpdate
+from engine.queues import Queues
 from engine.sequence import (
     MASK_LATE,
     NO_TOKEN,
@@ -42,9 +42,9 @@ class OpenSequences:
     """
 
     def __init__(
-        self, lanes: Lanes, tables: BlockTables, claims: Claims, counters: Counters, *, context_tokens: int
+        self, queues: Queues, tables: BlockTables, claims: Claims, counters: Counters, *, context_tokens: int
     ) -> None:
-        self._lanes = lanes
+        self._queues = queues
         self._tables = tables
         self._claims = claims
         self._counters = counters
@@ -142,14 +142,14 @@ class OpenSequences:
         sequence = work.sequence
         if again:
             self._counters.masks_late += 1
-        if is_prefill(work):
+        if work.is_prefill:
             self._counters.prefilled_tokens += work.count
         else:
             self._counters.decoded_tokens += not again
         sequence.num_computed = work.start + work.count - again
         self._tables.register(sequence)
         self._claims.register(sequence, now)
-        if work.samples and is_prefill(work):
+        if work.samples and work.is_prefill:
             self._tables.save(sequence)
 
     def _append(self, sequence: Sequence, token: int, now: float) -> None:
@@ -225,7 +225,7 @@ class OpenSequences:
         if sequence.status is Status.HELD:
             sequence.status = Status.FINISHED
         else:
-            self._lanes.remove(sequence)
+            self._queues.remove(sequence)
         if sequence.matcher is not None:
             sequence.matcher.close()
         self._leave_siblings(sequence)

@@ -14,15 +14,12 @@ Pure bookkeeping, no model and no clock. engine/scheduler.py makes a step of a p
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from engine.config import EngineSettings
 from engine.leases.claims import Claims
 from engine.protocol import LANES, Lane
+from engine.queues import Queues, Turns
 from engine.sequence import Copy, Counters, Sequence, Status, Step, Work
 from engine.tables import MIN_TAIL_TOKENS, BlockTables
 
@@ -57,9 +54,9 @@ class Planner:
     """Fills one plan for each step."""
 
     def __init__(
-        self, lanes: Lanes, tables: BlockTables, claims: Claims, counters: Counters, settings: EngineSettings
+        self, queues: Queues, tables: BlockTables, claims: Claims, counters: Counters, settings: EngineSettings
     ) -> None:
-        self._lanes = lanes
+        self._queues = queues
         self._tables = tables
         self._tiers = tables.tiers
         self._claims = claims
@@ -104,14 +101,14 @@ class Planner:
     def _prefill_budget(self, lane: Lane) -> int:
         if lane == "batch":
             return self._batch_tokens
-        return self._shared_tokens if self._lanes.has_several_tenants(lane) else self._step_tokens
+        return self._shared_tokens if self._queues.has_several_tenants(lane) else self._step_tokens
 
     # -- decodes ------------------------------------------------------------------------------------------------------
 
     def _plan_decodes(self, lane: Lane, plan: Plan) -> None:
         """One token for each sequence whose prompt is computed."""
         size, work = self._block_size, plan.work
-        decodes = [s for s in self._lanes.running(lane) if len(s.tokens) - s.num_computed == 1 and s.can_sample]
+        decodes = [s for s in self._queues.running(lane) if len(s.tokens) - s.num_computed == 1 and s.can_sample]
         for sequence in decodes:
             if sequence.status is not Status.RUNNING or sequence in work:
                 continue
@@ -121,9 +118,9 @@ class Planner:
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
         """Makes room for the sequence's next token, at the cost of younger ones. False when it cannot go on now."""
         while (fresh := self._tables.grow(sequence)) is None:
-            if self._lanes.num_running == 1 and self._leases.give_way(plan.now):
+            if self._queues.num_running == 1 and self._leases.give_way(plan.now):
                 continue
-            victim = self._lanes.choose_victim()
+            victim = self._queues.choose_victim()
             plan.preempted = True
             self._preempt(victim, plan)
             if victim is sequence:
@@ -135,14 +132,14 @@ class Planner:
         """Back to the head of its queue, to be recomputed. Registered blocks stay findable until they are evicted."""
         plan.work.pop(sequence, None)
         self._tables.release(sequence)
-        self._lanes.put_back(sequence)
+        self._queues.put_back(sequence)
         self._counters.preemptions += 1
 
     # -- forks --------------------------------------------------------------------------------------------------------
 
     def _plan_forks(self, lane: Lane, plan: Plan) -> None:
         """Siblings of a sequence whose prompt is computed take its blocks, and sample from its row of logits."""
-        for source in list(self._lanes.running(lane)):
+        for source in list(self._queues.running(lane)):
             if source.siblings is None or source.siblings.row is None:
                 continue
             if source.num_computed == source.num_tokens:  # a fork whose mask was late
@@ -161,7 +158,7 @@ class Planner:
         turns = self._turns[lane]
         admission = _Admission(self._computed_next(lane), is_open=not plan.blocked)
         plan.budget = self._prefill_budget(lane)
-        for sequence in turns.in_turn(self._lanes.unprefilled(lane, self._max_running)):
+        for sequence in turns.in_turn(self._queues.unprefilled(lane, self._max_running)):
             budget = plan.budget
             if sequence.status is Status.WAITING:
                 self._admit(sequence, plan, admission)
@@ -218,7 +215,7 @@ class Planner:
     def _held_by(self, sequence: Sequence) -> int:
         """Blocks of its tenant's running sequences in the same queue; a shared one counts for each."""
         return sum(
-            len(other.block_table) for other in self._lanes.running(sequence.lane) if other.tenant == sequence.tenant
+            len(other.block_table) for other in self._queues.running(sequence.lane) if other.tenant == sequence.tenant
         )
 
     def _make_room(self, sequence: Sequence, plan: Plan, source: Sequence | None = None) -> bool:
@@ -226,10 +223,10 @@ class Planner:
         takes them from batch sequences. A sequence whose prefix comes back from a lower tier keeps waiting, and has the
         room that it needs."""
         while True:
-            has_slot = self._lanes.num_running + self._tiers.count_restoring(plan.now) < self._max_running
+            has_slot = self._queues.num_running + self._tiers.count_restoring(plan.now) < self._max_running
             if has_slot:
                 # Every sequence that runs may want one more block before one of them ends.
-                headroom = self._lanes.num_running
+                headroom = self._queues.num_running
                 if source is None and (restored := self._tables.restore(sequence, headroom, plan.now)):
                     plan.drop_fresh(restored)
                     return True
@@ -241,9 +238,9 @@ class Planner:
                     self._start(sequence, plan.now, source)
                     plan.add_fresh(fresh)
                     return True
-            if sequence.lane == "online" and self._lanes.count_running("batch"):
-                self._preempt(self._lanes.choose_victim(), plan)
-            elif self._lanes.num_running or not has_slot or self._waits_for_copies(plan.now):
+            if sequence.lane == "online" and self._queues.count_running("batch"):
+                self._preempt(self._queues.choose_victim(), plan)
+            elif self._queues.num_running or not has_slot or self._waits_for_copies(plan.now):
                 return False  # a running sequence or a copy will end
             elif not self._leases.give_way(plan.now):
                 return False  # what is left is being copied, and takes its time
@@ -260,7 +257,7 @@ class Planner:
 
     def _start(self, sequence: Sequence, now: float, source: Sequence | None) -> None:
         self._waiting_since_s = None
-        self._lanes.start(sequence)
+        self._queues.start(sequence)
         self._counters.forks += source is not None
         if sequence.cached_tokens is None:
             # The prompt of siblings is told of as one: what was there before any of them computed it.
@@ -281,7 +278,7 @@ class Planner:
         starved for long, so the online lane does not wait for them.
         """
         found: list[tuple[int, bytes]] = []
-        for sequence in self._lanes.running(*LANES[: LANES.index(lane) + 1]):
+        for sequence in self._queues.running(*LANES[: LANES.index(lane) + 1]):
             index = sequence.num_computed // self._block_size
             if sequence.num_tokens - sequence.num_computed > 1 and index < len(sequence.digests):
                 found.append((index, sequence.digests[index]))
@@ -303,11 +300,6 @@ def choose_cut(start: int, end: int, budget: int, grid: int) -> int | None:
             return cut
         cut -= grid
     return None
-
-
-def is_prefill(work: Work) -> bool:
-    """Whether a work computes more than the last token of an answer."""
-    return work.count > 1 or work.start < work.sequence.num_prompt
 
 
 @dataclass(slots=True)
@@ -346,7 +338,7 @@ class Plan:
 
     @property
     def has_prefill(self) -> bool:
-        return any(is_prefill(work) for work in self.work.values())
+        return any(work.is_prefill for work in self.work.values())
 
     @property
     def is_empty(self) -> bool:
@@ -354,135 +346,3 @@ class Plan:
 
     def step(self) -> Step:
         return Step(list(self.work.values()), list(self.fresh), self.copies, self.forks)
-
-
-class Lanes:
-    """Every sequence that is not finished is in here once, where its status says."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Lane, dict[str, OrderedDict[Sequence, None]]] = {lane: {} for lane in LANES}  # by tenant
-        self._running: dict[Lane, dict[Sequence, None]] = {lane: {} for lane in LANES}
-        self._waiting_tokens: dict[Lane, int] = dict.fromkeys(LANES, 0)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(self.count_waiting, LANES))
-
-    @property
-    def num_running(self) -> int:
-        return sum(map(self.count_running, LANES))
-
-    def count_waiting(self, lane: Lane) -> int:
-        return sum(map(len, self._waiting[lane].values()))
-
-    def count_running(self, lane: Lane) -> int:
-        return len(self._running[lane])
-
-    def count_unprefilled(self, lane: Lane) -> int:
-        """Tokens of its sequences that are still to be prefilled; of those that wait, what could not be found when they
-        arrived."""
-        running = sum(left for s in self.running(lane) if (left := s.num_tokens - s.num_computed) > 1)
-        return self._waiting_tokens[lane] + running
-
-    def running(self, *lanes: Lane) -> Iterator[Sequence]:
-        """In the order in which they were started, lane by lane; of all lanes when none is named."""
-        return (sequence for lane in lanes or LANES for sequence in self._running[lane])
-
-    def unprefilled(self, lane: Lane, count: int) -> dict[str, Iterator[Sequence]]:
-        """Of each tenant what is to be prefilled: what runs, then the first `count` that wait. Sequences may be started
-        while it is iterated over."""
-        running: dict[str, list[Sequence]] = {}
-        for sequence in self._running[lane]:
-            if sequence.num_tokens - sequence.num_computed > 1:
-                running.setdefault(sequence.tenant, []).append(sequence)
-        tenants = dict.fromkeys([*running, *self._waiting[lane]])
-        return {tenant: self._of_tenant(lane, tenant, running.get(tenant, []), count) for tenant in tenants}
-
-    def has_several_tenants(self, lane: Lane) -> bool:
-        """Whether sequences of more than one tenant run or wait."""
-        tenants = itertools.chain(self._waiting[lane], (sequence.tenant for sequence in self._running[lane]))
-        first = next(tenants, None)
-        return any(tenant != first for tenant in tenants)
-
-    def _of_tenant(self, lane: Lane, tenant: str, running: list[Sequence], count: int) -> Iterator[Sequence]:
-        yield from running
-        yield from list(itertools.islice(self._waiting[lane].get(tenant, ()), count))
-
-    def choose_victim(self) -> Sequence:
-        """The youngest running sequence of the batch lane, else of the online lane. There must be one."""
-        running = self._running["batch"] or self._running["online"]
-        return max(reversed(running), key=lambda sequence: sequence.arrived_s)  # of equals the last admitted
-
-    def add(self, sequence: Sequence) -> None:
-        """A new one waits behind those of its tenant."""
-        self._waiting[sequence.lane].setdefault(sequence.tenant, OrderedDict())[sequence] = None
-        self._waiting_tokens[sequence.lane] += _unknown(sequence)
-
-    def start(self, sequence: Sequence) -> None:
-        self._take_out(sequence)
-        self._running[sequence.lane][sequence] = None
-        sequence.status = Status.RUNNING
-
-    def put_back(self, sequence: Sequence) -> None:
-        """One that ran waits again, as the first of its tenant."""
-        del self._running[sequence.lane][sequence]
-        sequence.status = Status.WAITING
-        queue = self._waiting[sequence.lane].setdefault(sequence.tenant, OrderedDict())
-        queue[sequence] = None
-        queue.move_to_end(sequence, last=False)
-        self._waiting_tokens[sequence.lane] += _unknown(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        if sequence.status is Status.RUNNING:
-            del self._running[sequence.lane][sequence]
-        else:
-            self._take_out(sequence)
-        sequence.status = Status.FINISHED
-
-    def _take_out(self, sequence: Sequence) -> None:
-        queues = self._waiting[sequence.lane]
-        del queues[sequence.tenant][sequence]
-        if not queues[sequence.tenant]:
-            del queues[sequence.tenant]
-        self._waiting_tokens[sequence.lane] -= _unknown(sequence)
-
-
-def _unknown(sequence: Sequence) -> int:
-    """Its tokens that could not be found when it arrived."""
-    return sequence.num_tokens - sequence.findable_tokens
-
-
-MAX_IDLE_TENANTS = 1024
-"""Tenants with nothing to prefill that are still behind the others because of what they had."""
-
-
-class Turns:
-    """Of one queue."""
-
-    def __init__(self) -> None:
-        self._now = 0  # where the tenant stands that was served last, in tokens
-        self._next: dict[str, int] = {}  # where the others stand; a tenant that is not in here stands at `_now`
-
-    def took(self, tenant: str, tokens: int) -> None:
-        """A tenant gets so many tokens of a step."""
-        self._now = self._stands(tenant)
-        self._next[tenant] = self._now + tokens
-
-    def in_turn(self, sequences: Mapping[str, Iterator[Sequence]]) -> Iterator[Sequence]:
-        """All sequences, each of the tenant that has had least so far; what one `took` counts before the next."""
-        keeps_idle = len(self._next) <= len(sequences) + MAX_IDLE_TENANTS
-        self._next = {
-            tenant: at for tenant, at in self._next.items() if at > self._now and (keeps_idle or tenant in sequences)
-        }
-        heap = [(self._stands(tenant), number, tenant) for number, tenant in enumerate(sequences)]
-        heapq.heapify(heap)
-        while heap:
-            _, number, tenant = heap[0]
-            if (sequence := next(sequences[tenant], None)) is None:
-                heapq.heappop(heap)
-                continue
-            yield sequence
-            heapq.heapreplace(heap, (self._stands(tenant), number, tenant))
-
-    def _stands(self, tenant: str) -> int:
-        return max(self._now, self._next.get(tenant, 0))

@@ -23,7 +23,7 @@ from engine.config import EngineSettings
 from engine.leases.claims import Claims
 from engine.leases.leases import Leases
 from engine.open_sequences import OpenSequences
-from engine.planner import Lanes, Planner, is_prefill
+from engine.planner import Planner
 from engine.pool.blocks import BlockPool
 from engine.protocol import (
     DIGEST_BYTES,
@@ -37,6 +37,7 @@ from engine.protocol import (
     Submit,
     split_digests,
 )
+from engine.queues import Queues
 from engine.sequence import Counters, Sequence, Status, Step
 from engine.tables import BlockTables
 from engine.tiers.tier import PurgeReport, Tier
@@ -88,12 +89,12 @@ class Scheduler:
         self.counters = Counters()
         self.claims = Claims(self.leases, pool.block_size)
         self._context_tokens, self._vocab_size, self._lease_max_s = context_tokens, vocab_size, settings.lease_max_s
-        self._lanes = Lanes()
-        self._planner = Planner(self._lanes, self.tables, self.claims, self.counters, settings)
+        self._queues = Queues()
+        self._planner = Planner(self._queues, self.tables, self.claims, self.counters, settings)
         self._eos_ids = frozenset(eos_ids)
         self._max_waiting = settings.max_waiting
         self._sequences = OpenSequences(
-            self._lanes, self.tables, self.claims, self.counters, context_tokens=context_tokens
+            self._queues, self.tables, self.claims, self.counters, context_tokens=context_tokens
         )
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ class Scheduler:
         self.claims.open(sequence, message.tokens)
         self._sequences.add(sequence, message.group)
         if grammar is None or self.grammars is None:
-            self._lanes.add(sequence)
+            self._queues.add(sequence)
         else:
             sequence.status = Status.HELD
             matcher = self.grammars.open(grammar, tenant=message.tenant, salt=message.salt, lane=message.lane)
@@ -192,7 +193,7 @@ class Scheduler:
             return
         if refusal is None:
             sequence.status = Status.WAITING
-            self._lanes.add(sequence)
+            self._queues.add(sequence)
         else:
             self.counters.refused += 1
             finish: FinishReason = "abort" if refusal.path is None else "error"  # an abort may be tried elsewhere
@@ -281,7 +282,7 @@ class Scheduler:
     def can_give_up(self, step: Step) -> bool:
         """Whether `give_up` may end the step: it has work of the batch lane in it, and nothing that the online lane
         waits for but single tokens."""
-        online = any(work.sequence.lane == "online" and is_prefill(work) for work in step.work)
+        online = any(work.sequence.lane == "online" and work.is_prefill for work in step.work)
         return not step.forks and not online and any(work.sequence.lane == "batch" for work in step.work)
 
     def give_up(self, step: Step) -> None:
@@ -301,7 +302,7 @@ class Scheduler:
     @property
     def waits_for_masks(self) -> bool:
         """Whether a sequence that runs sits the next step out, because its mask is not here."""
-        return any(not sequence.can_sample for sequence in self._lanes.running())
+        return any(not sequence.can_sample for sequence in self._queues.running())
 
     @property
     def num_groups(self) -> int:
@@ -315,25 +316,25 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._lanes.num_waiting
+        return self._queues.num_waiting
 
     @property
     def num_running(self) -> int:
-        return self._lanes.num_running
+        return self._queues.num_running
 
     def load(self) -> Load:
         """How busy the engine is; the rates and `draining` are the loop's to fill in."""
-        batch_backlog = self._lanes.count_unprefilled("batch")
+        batch_backlog = self._queues.count_unprefilled("batch")
         return Load(
             waiting=self.num_waiting,
             running=self.num_running,
-            prefill_backlog=self._lanes.count_unprefilled("online") + batch_backlog,
+            prefill_backlog=self._queues.count_unprefilled("online") + batch_backlog,
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
             live_blocks=self.pool.num_live,
             leased_blocks=self.leases.num_blocks(),
-            batch_waiting=self._lanes.count_waiting("batch"),
-            batch_running=self._lanes.count_running("batch"),
+            batch_waiting=self._queues.count_waiting("batch"),
+            batch_running=self._queues.count_running("batch"),
             batch_backlog=batch_backlog,
         )
 

@@ -134,6 +134,11 @@ class Work:
     count: int
     samples: bool
 
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes more than the last token of an answer."""
+        return self.count > 1 or self.start < self.sequence.num_prompt
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.config import EngineSettings
-from engine.planner import is_prefill
 from engine.pool.blocks import BlockPool
 from engine.pool.eviction import EvictionPolicy
 from engine.protocol import Breakpoint, Group, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
@@ -81,7 +80,7 @@ class Bench:
         self.now += 0.010
         step = self.scheduler.schedule(self.now)
         if step is not None:
-            assert len({work.sequence.lane for work in step.work if is_prefill(work)}) < 2, "the lanes share a step"
+            assert len({work.sequence.lane for work in step.work if work.is_prefill}) < 2, "the lanes share a step"
             if self.gives_up and self.scheduler.can_give_up(step):
                 step = replace(step, unwanted=lambda: True)
                 self.gives_up = False
