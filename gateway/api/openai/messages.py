@@ -21,7 +21,7 @@ from gateway.errors import BadRequestError, UnsupportedError
 MAX_ARGUMENT_DEPTH = 64  # deeper tool arguments in the history reach the template as text
 MAX_ARGUMENT_VALUES = 200_000
 """In the arguments of all calls of a conversation, names and objects among them; those behind stay text, too."""
-_PLAINLY_FEW = 100
+_FEW = 100  # characters of arguments whose values need no counting
 
 _AS_THEY_ARE = ("user", "assistant", "system")
 
@@ -143,15 +143,10 @@ def read_arguments(messages: Iterable[Message]) -> None:
     for message in messages:
         for call in message.get("tool_calls", ()):
             written = call["function"]["arguments"]
-            left -= _num_values(written)
+            left -= sum(count_structure(written.encode())) if len(written) > _FEW else len(written)
             if left < 0:
                 return
             call["function"]["arguments"] = _call_arguments(written)
-
-
-def _num_values(written: str) -> int:
-    """Those of arguments, or a bound where they are few anyway."""
-    return len(written) if len(written) <= _PLAINLY_FEW else sum(count_structure(written.encode()))
 
 
 def _call_arguments(written: str) -> Any:

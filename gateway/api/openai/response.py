@@ -128,24 +128,20 @@ class ChatShape(_ChoicesShape):
     def call(self, index: int, delta: CallDelta) -> bytes:
         """Id, type and name once, with the first chunk of a call: SDKs join repeated fields. The input of a custom
         tool comes whole, at the end of its call."""
-        if delta.name in self._custom:
-            return self._input(index) + self._open_custom(index, delta)
-        if not delta.name and index in self._inputs:
+        before = self._input(index) if delta.name else b""
+        if index in self._inputs:
             self._inputs[index][1].append(delta.arguments)
             return b""
-        before = self._input(index)
-        function = {"name": delta.name, "arguments": delta.arguments} if delta.name else {"arguments": delta.arguments}
+        kind, inside = "function", {"name": delta.name, "arguments": delta.arguments}
+        if delta.name in self._custom:
+            self._inputs[index] = (delta.call, [delta.arguments])
+            kind, inside = "custom", {"name": delta.name, "input": ""}
+        if not delta.name:
+            del inside["name"]
         if self._deprecated:
-            return self._chunk(index, b'"delta":{"function_call":%b}' % json_line(function))
-        fields: dict[str, Any] = {"index": delta.call, "function": function}
-        if delta.name:
-            fields = {"index": delta.call, "id": new_call_id(), "type": "function", "function": function}
-        return before + self._call(index, fields)
-
-    def _open_custom(self, index: int, delta: CallDelta) -> bytes:
-        self._inputs[index] = (delta.call, [delta.arguments])
-        custom = {"name": delta.name, "input": ""}
-        return self._call(index, {"index": delta.call, "id": new_call_id(), "type": "custom", "custom": custom})
+            return self._chunk(index, b'"delta":{"function_call":%b}' % json_line(inside))
+        opened = {"id": new_call_id(), "type": kind} if delta.name else {}
+        return before + self._call(index, {"index": delta.call, **opened, kind: inside})
 
     def _input(self, index: int) -> bytes:
         """Of the call of a custom tool that ends here, if there is one."""

@@ -168,6 +168,12 @@ def test_an_output_needs_its_call() -> None:
     assert refused.value.param == "input[0].call_id"
 
 
+def test_the_output_of_a_local_shell_may_be_objects() -> None:
+    call = {"type": "local_shell_call", "call_id": "c1", "action": {"command": ["ls"]}}
+    output = {"type": "local_shell_call_output", "call_id": "c1", "output": [{"stdout": "a"}]}
+    assert messages(call, output)[1]["content"] == '[{"stdout":"a"}]'
+
+
 @pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio"])
 def test_media_are_refused(kind: str) -> None:
     with pytest.raises(UnsupportedError) as refused:
