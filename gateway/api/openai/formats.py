@@ -14,6 +14,7 @@ import orjson
 from gateway.api.constraints import constraint, json_object, json_schema
 from gateway.api.fields import Check, an_object, array_of, boolean, closed_record, invalid, made, tagged, takes, text
 from gateway.api.openai.strict_schema import check_strict
+from gateway.api.openai.tools import flat, nested
 from gateway.types import Constraint
 
 MAX_CHOICES: Final = 1000
@@ -46,23 +47,14 @@ _without_schema: Final[dict[str, Check[Constraint | None]]] = {
     "json_object": made(closed_record(type=_string), lambda _, path: json_object(path)),
 }
 response_format: Final = tagged(
-    "type",
-    {
-        **_without_schema,
-        "json_schema": made(
-            closed_record(
-                "json_schema", type=_string, json_schema=made(closed_record("name", **_schema), _json_schema)
-            ),
-            lambda given, _: given["json_schema"],
-        ),
-    },
+    "type", {**_without_schema, "json_schema": nested("json_schema", _json_schema, "name", closed=True, **_schema)}
 )
 """None for plain text."""
 
 text_format: Final = tagged(
-    "type", {**_without_schema, "json_schema": made(closed_record("name", type=_string, **_schema), _json_schema)}
+    "type", {**_without_schema, "json_schema": flat("json_schema", _json_schema, "name", closed=True, **_schema)}
 )
-"""`text.format` of the Responses API, which is flat."""
+"""`text.format` of the Responses API."""
 
 
 @takes({"type": ["object", "boolean", "string"]})

@@ -28,20 +28,25 @@ _AS_THEY_ARE = ("user", "assistant", "system")
 Message = dict[str, Any]
 
 _string = text()
-_media = {"image_url": "Images", "input_audio": "Audio", "file": "Files"}
+_MEDIA: Final = {
+    **dict.fromkeys(("image_url", "input_image"), "Images"),
+    **dict.fromkeys(("file", "input_file"), "Files"),
+    "input_audio": "Audio",
+}
 
 
-def _no_media(kind: str, path: str) -> BadRequestError | None:
-    if kind not in _media:
+def no_media(kind: str, path: str) -> BadRequestError | None:
+    """The error for a part of a chat or a response that is no text; None for a type that does not exist."""
+    if kind not in _MEDIA:
         return None
-    return UnsupportedError(f"{_media[kind]} are not supported by this model.", param=f"{path}.type")
+    return UnsupportedError(f"{_MEDIA[kind]} are not supported by this model.", param=f"{path}.type")
 
 
 def _content(*kinds: str, user: bool = False) -> Check[str | list[dict[str, Any]]]:
     """A string, or parts of these kinds, which caching.py joins."""
     marks = {"type": _string, "prompt_cache_breakpoint": check_breakpoint, "cache_control": check_control}
     parts = {kind: record(kind, **{kind: _string}, **marks) for kind in kinds}
-    part = tagged("type", parts, _no_media) if user else tagged("type", parts)
+    part = tagged("type", parts, no_media) if user else tagged("type", parts)
     return text_or(array_of(part, 1, what="a string or an array of objects"))
 
 

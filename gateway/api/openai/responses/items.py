@@ -26,11 +26,11 @@ from gateway.api.fields import (
     wrong_type,
 )
 from gateway.api.openai.caching import check_breakpoint
+from gateway.api.openai.messages import no_media
 from gateway.api.openai.responses.tools import ARGUMENTS, BUILT_IN, ITEM_TYPES, Item
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import UnsupportedError
 
 ROLES: Final = ("user", "assistant", "system", "developer")
-MEDIA: Final = {"input_image": "Images", "input_file": "Files", "input_audio": "Audio"}
 
 _string = text()
 _status = choice("in_progress", "completed", "incomplete")
@@ -92,12 +92,6 @@ def _output_text(text: str) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _no_media(kind: str, path: str) -> BadRequestError | None:
-    if kind not in MEDIA:
-        return None
-    return UnsupportedError(f"{MEDIA[kind]} are not supported by this model.", param=f"{path}.type")
-
-
 def _kind(
     kind: str, *required: str, status: Check[str] = _status, unused: tuple[str, ...] = (), **fields: Check[Any]
 ) -> Check[Item]:
@@ -115,7 +109,7 @@ def _kind(
 _input_part: Final = tagged(
     "type",
     {"input_text": record("text", type=_string, text=_string, prompt_cache_breakpoint=check_breakpoint)},
-    _no_media,
+    no_media,
 )
 _assistant_part: Final = tagged(
     "type",
