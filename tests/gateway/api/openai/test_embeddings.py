@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,18 +70,6 @@ async def test_texts_and_token_ids_alone_and_in_lists_are_embedded_in_order(valu
         status, body = await embed(gateway, value)
         assert (status, vectors(body)) == (200, expected)
         assert [item["index"] for item in body["data"]] == list(range(len(body["data"])))
-
-
-async def test_base64_is_little_endian_float32() -> None:
-    async with running(embedder=fake_embedder(FakeTextModel())) as gateway:
-        _, body = await embed(gateway, "AB", encoding_format="base64")
-        assert base64.b64decode(body["data"][0]["embedding"]) == array("f", [1, 65, 66, 2]).tobytes()
-
-
-async def test_fewer_dimensions_go_to_the_model() -> None:
-    async with running(embedder=fake_embedder(FakeTextModel())) as gateway:
-        _, body = await embed(gateway, "AB", dimensions=3)
-        assert vectors(body) == [[1, 65, 66]]
 
 
 async def test_null_is_not_given_and_the_user_has_no_effect() -> None:
