@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import orjson
 
-from gateway.errors import TextTooLargeError
+from gateway.errors import BadRequestError, TextTooLargeError
 
 SLICE: Final = 64 << 10
 LEAST: Final = 1 << 20
@@ -112,62 +112,42 @@ def _width_of_text(text: str) -> int:
 
 
 def loads(body: bytes, long_texts: LongTexts, max_text_bytes: int) -> Any:
-    """As orjson.loads. Raises TextTooLargeError for a text that takes more memory than `max_text_bytes`: one emoji
-    makes it four times as large, in one go."""
+    """As orjson.loads. Raises TextTooLargeError for a text that takes more memory than `max_text_bytes` (one emoji
+    makes it four times as large, in one go), and BadRequestError for a long text that is the name of a field."""
     if not long_texts.cuts:
         return orjson.loads(body)
-    mark = secrets.token_hex(8)  # which no text has that is not ours
+    mark = secrets.token_hex(8)  # which is in no text of the client
     rest, at = [], 0
     for number, cuts in enumerate(long_texts.cuts):
         rest += [body[at : cuts[0]], f"{mark}{number:08d}".encode()]
         at = cuts[-1]
-    value = orjson.loads(b"".join([*rest, body[at:]]))
-    filled = _Filled(body, long_texts.cuts, mark, max_text_bytes)
-    return filled.fill(value)
+    root = [orjson.loads(b"".join([*rest, body[at:]]))]
+    left = len(long_texts.cuts)
+    level: list[Any] = [root]
+    while level and left:  # level by level, so without recursion
+        deeper: list[Any] = []
+        for container in level:
+            named: Iterable[tuple[Any, Any]] = container.items() if type(container) is dict else enumerate(container)
+            for name, item in named:
+                if type(item) is str and mark in item:
+                    head, _, tail = item.partition(mark)
+                    inside = _slices(body, long_texts.cuts[int(tail[:8])])
+                    container[name] = _joined([head, *inside, tail[8:]], max_text_bytes)
+                    left -= 1
+                elif type(item) is dict or type(item) is list:
+                    deeper.append(item)
+        level = deeper
+    if left:
+        raise BadRequestError(f"The JSON body of your request has the name of a field of more than {SLICE} bytes.")
+    return root[0]
 
 
-class _Filled:
-    """Puts the insides of the long texts where their marks are."""
+def _slices(body: bytes, cuts: Sequence[int]) -> Iterator[str]:
+    for start, end in pairwise(cuts):
+        yield orjson.loads(b'"' + body[start:end] + b'"')
 
-    def __init__(self, body: bytes, cuts: Sequence[Sequence[int]], mark: str, max_text_bytes: int) -> None:
-        self._body = body
-        self._cuts = cuts
-        self._mark = mark
-        self._max_text_bytes = max_text_bytes
-        self._left = len(cuts)
 
-    def fill(self, value: Any) -> Any:
-        """In place, but for what is a text itself. Level by level, so without recursion, until all are found."""
-        root = [value]
-        level: list[Any] = [root]
-        while level and self._left:
-            deeper: list[Any] = []
-            for container in level:
-                named = container.items() if type(container) is dict else enumerate(container)
-                marked: list[tuple[Any, Any]] = []
-                for name, item in named:
-                    if (type(item) is str and self._mark in item) or (type(name) is str and self._mark in name):
-                        marked.append((name, item))
-                    elif type(item) is dict or type(item) is list:
-                        deeper.append(item)
-                for name, item in marked:
-                    if type(name) is str and self._mark in name:
-                        del container[name]
-                    container[self._text(name)] = filled = self._text(item)
-                    if type(filled) is dict or type(filled) is list:
-                        deeper.append(filled)
-            level = deeper
-        return root[0]
-
-    def _text(self, item: Any) -> Any:
-        if type(item) is not str or self._mark not in item:
-            return item
-        self._left -= 1
-        head, _, rest = item.partition(self._mark)
-        number, tail = int(rest[:8]), rest[8:]
-        cuts = self._cuts[number]
-        inside = (orjson.loads(b'"' + self._body[start:end] + b'"') for start, end in pairwise(cuts))
-        parts = [head, *inside, tail]
-        if sum(map(len, parts)) * max(map(_width_of_text, parts)) > self._max_text_bytes:
-            raise TextTooLargeError(self._max_text_bytes)
-        return "".join(parts)
+def _joined(parts: Sequence[str], max_bytes: int) -> str:
+    if sum(map(len, parts)) * max(map(_width_of_text, parts)) > max_bytes:
+        raise TextTooLargeError(max_bytes)
+    return "".join(parts)
