@@ -16,17 +16,15 @@ from typing import Any, Final, NamedTuple
 
 from gateway.api.anthropic.blocks import Kind, Part, blocks
 from gateway.api.fields import (
-    MAX_ITEMS,
     Check,
+    a_list,
     array_of,
-    at_most,
     empty_array,
     invalid,
     record,
     tagged,
     takes,
     text,
-    wrong_type,
 )
 
 BETWEEN_TURNS: Final = "\n\n"
@@ -103,12 +101,8 @@ def read_system(value: Any, path: str) -> list[Part]:
 @takes(array_of(_message, 1).schema)
 def read_turns(value: Any, path: str) -> list[_Turn]:
     """Checks every message by itself. Raises BadRequestError with the path of what is wrong."""
-    if type(value) is not list:
-        raise wrong_type(path, "an array of objects", value)
-    if not value:
-        raise empty_array(path)
     turns: list[_Turn] = []
-    for index, item in enumerate(at_most(MAX_ITEMS, value, path)):
+    for index, item in enumerate(a_list(value, path)):
         where = f"{path}[{index}]"
         if (parts := _plain(item, where)) is None:
             parts = _message.function(item, where)["content"]
@@ -116,6 +110,8 @@ def read_turns(value: Any, path: str) -> list[_Turn]:
             turns[-1].parts.extend([parts[0]._replace(begins=True), *parts[1:]])
         else:
             turns.append(_Turn(item["role"], where, parts))
+    if not turns:
+        raise empty_array(path)
     return turns
 
 

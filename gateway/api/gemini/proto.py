@@ -44,7 +44,13 @@ def given(value: Any, fields: Table, path: str = "", *, is_open: bool = True) ->
         name = key if key in fields else _UNDERSCORE.sub(lambda letter: letter[1].upper(), key)
         if name not in fields:
             if not (is_open and ignored(under(path, key), name, fields, value)):
-                raise _unknown(key, path, typo_of(name, fields, value))
+                at, meant = f" at '{path}'" if path else "", typo_of(name, fields, value)
+                hint = f" Did you mean '{meant}'?" if meant else ""
+                raise BadRequestError(
+                    f'Invalid JSON payload received. Unknown name "{shown(key)}"{at}: Cannot find field.{hint}',
+                    param=under(path, shown(key)),
+                    code="unknown_parameter",
+                )
             continue
         if item is None:
             continue
@@ -88,16 +94,6 @@ def message_schema(fields: Table) -> JsonSchema:
 
 def under(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _unknown(key: str, path: str, meant: str | None) -> BadRequestError:
-    at = f" at '{path}'" if path else ""
-    hint = f" Did you mean '{meant}'?" if meant else ""
-    return BadRequestError(
-        f'Invalid JSON payload received. Unknown name "{shown(key)}"{at}: Cannot find field.{hint}',
-        param=under(path, shown(key)),
-        code="unknown_parameter",
-    )
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

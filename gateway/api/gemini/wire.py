@@ -105,7 +105,8 @@ def unknown(http: web.Request) -> bool:
 def error_json(error: KvasirError, request_id: str = "") -> dict[str, Any]:
     """The body of an error answer, and of an error in a stream. The request's id is in a header."""
     status = _status(error)
-    status_json: dict[str, Any] = {"code": status, "message": printable(error.message), "status": _name(status)}
+    name = _STATUS.get(status, "INVALID_ARGUMENT" if status < 500 else "UNKNOWN")
+    status_json: dict[str, Any] = {"code": status, "message": printable(error.message), "status": name}
     if details := _details(error):
         status_json["details"] = details
     return {"error": status_json}
@@ -118,10 +119,6 @@ def _status(error: KvasirError) -> int:
 
 def _wrong_key(error: KvasirError) -> bool:
     return isinstance(error, UnauthorizedError) and error.code is not None
-
-
-def _name(status: int) -> str:
-    return _STATUS.get(status, "INVALID_ARGUMENT" if status < 500 else "UNKNOWN")
 
 
 def _details(error: KvasirError) -> list[dict[str, Any]]:

@@ -67,13 +67,6 @@ def test_every_kind_of_block_has_its_place() -> None:
     )
 
 
-def test_system_blocks_are_marked_in_the_system_message() -> None:
-    assert markers(user(text("a")), system=[text("ab", **HOUR), text("c", **MARK)]) == (
-        Marker(0, 2, 3600.0),
-        Marker(0, 3, 300.0),
-    )
-
-
 @pytest.mark.parametrize(
     ("said", "chars"), [("one two", 3), ("one two \n", 3), ("one.\n\ntwo.", 4), ("one", 3), (f"one {'x' * 65}", 69)]
 )

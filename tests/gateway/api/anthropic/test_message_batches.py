@@ -259,14 +259,3 @@ async def test_a_request_is_read_in_the_version_that_the_batch_was_made_with() -
                 made = (await answer.json())["id"]
             await ended(gateway.anthropic(), made)
             assert (await results(gateway, made))["a"].type == kind
-
-
-async def test_the_beta_of_the_sdk_asks_the_same_batches() -> None:
-    async with running(**settings()) as gateway:
-        gateway.worker.start()
-        batches = gateway.anthropic().beta.messages.batches
-        made = await batches.create(requests=[message("a")])
-        await ended(gateway.anthropic(), made.id)
-        assert [one.id async for one in batches.list()] == [made.id]
-        (result,) = [one async for one in await batches.results(made.id)]
-        assert (result.custom_id, result.result.type) == ("a", "succeeded")

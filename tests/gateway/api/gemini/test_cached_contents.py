@@ -66,19 +66,6 @@ async def test_what_is_created_is_described_and_never_told_again(version: str) -
         assert await ask(gateway, "GET", f"/{version}/cachedContents") == (200, {"cachedContents": [resource]})
 
 
-async def test_times_are_told_as_exactly_as_they_are_kept() -> None:
-    async with running(now=Clock(1_800_000_000.0396254)) as gateway:
-        resource = await made(gateway, ttl="3.0006s")
-        kept = ("createTime", "updateTime", "expireTime")
-        assert [resource[time] for time in kept] == [
-            "2027-01-15T08:00:00.040000Z",
-            "2027-01-15T08:00:00.040000Z",
-            "2027-01-15T08:00:03.041000Z",
-        ]
-        _, changed = await ask(gateway, "PATCH", f"/v1/{resource['name']}", {"expireTime": "2027-01-15T08:01:00.1234Z"})
-        assert changed["expireTime"] == "2027-01-15T08:01:00.123000Z"
-
-
 async def test_creating_computes_the_prefix_with_a_breakpoint_at_its_end() -> None:
     async with running(now=Clock(NOW_S)) as gateway:
         await made(gateway, ttl="3.5s", tools=TOOLS)

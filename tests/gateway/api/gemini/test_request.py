@@ -48,29 +48,6 @@ def test_a_plain_request_has_the_defaults_of_the_api() -> None:
     assert (sampling.seed, sampling.logprobs) == (None, None)
 
 
-def test_every_sampling_parameter_arrives() -> None:
-    call = generate(
-        {
-            "temperature": 0,
-            "topP": 0.5,
-            "top_k": 40.0,
-            "maxOutputTokens": "7",
-            "stopSequences": ["a", "b"],
-            "seed": -3,
-            "candidateCount": 2,
-            "presencePenalty": 1,
-            "frequencyPenalty": -1.5,
-            "responseLogprobs": True,
-            "logprobs": 3,
-        }
-    )
-    sampling = call.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 0.5, 40, 7)
-    assert (sampling.seed, sampling.presence_penalty, sampling.frequency_penalty) == (-3, 1.0, -1.5)
-    assert (sampling.logprobs, call.stop, call.choices.n, call.choices.best_of) == (3, ("a", "b"), 2, 2)
-    assert generate({"responseLogprobs": True}).sampling.logprobs == 0
-
-
 def test_what_has_no_effect_changes_nothing() -> None:
     plain = generate()
     assert plain == generate(
