@@ -150,7 +150,7 @@ def _result_of(written: bytes) -> Result:
         raise ValueError("no result")
     if not where:
         return Result(kind)
-    result = Result(kind, where[0], int(where[1]), int(where[2]))
-    if not result.spool.isalnum() or not (0 <= result.offset < 1 << 53 and 0 <= result.num_bytes < 1 << 31):
+    spool, offset, num_bytes = where
+    if not spool.isalnum():
         raise ValueError("no result")
-    return result
+    return Result(kind, spool, int(offset), int(num_bytes))
