@@ -17,6 +17,7 @@ from engine.protocol import Submit, TokenizerFiles
 from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway
 from gateway.config import LeaseSettings, ServerSettings, Settings
+from gateway.queues.batch.worker import Worker
 from gateway.storage.redis_calls import connect
 from tests.fakes import tokenisers
 from tests.fakes.fake_engine import FakeEngine, make_hello
@@ -70,7 +71,9 @@ async def whole(
     ]
     app = gateway.web_app()
     runner = app_runner(app, settings.server)
-    worker = None if redis is None else gateway.batches.worker(app[RUNNER])
+    worker = None
+    if redis is not None:
+        worker = gateway.batch_worker = Worker(gateway.batches.stores, app[RUNNER], gateway.batches.changed)
     async with asyncio.timeout(3 * LIMIT_S):
         for fake in fakes:
             await fake.__aenter__()

@@ -111,11 +111,6 @@ async def announce(redis: Redis, hello: Hello, url: object, *, seconds: float = 
     await redis.set(announcement_key(hello.incarnation), value, px=int(seconds * 1000))
 
 
-def test_a_model_nobody_ever_served_does_not_exist() -> None:
-    with pytest.raises(ModelNotFoundError):
-        new().serving("demo")
-
-
 def test_a_known_model_whose_engines_are_away_is_asked_to_come_back_later() -> None:
     registry = new()
     registry.add("http://a:1")

@@ -178,15 +178,6 @@ def test_who_leaves_is_found_whatever_its_priority() -> None:
     assert rig.drain() == [waiting[1], waiting[2], waiting[0]]
 
 
-def test_tiers_hold_between_tenants_as_well() -> None:
-    rig = Rig()
-    rig.block()
-    flex = [rig.enter(100, "a", tier="flex")[0] for _ in range(2)]
-    default = [rig.enter(100, "b")[0] for _ in range(3)]
-    priority, _ = rig.enter(100, "c", tier="priority")
-    assert rig.drain() == [priority, *default, *flex]
-
-
 def test_a_tenants_flex_requests_have_their_turn_however_many_others_send() -> None:
     rig = Rig()
     rig.block()

@@ -90,7 +90,3 @@ def test_cancelling_twice_is_once_and_what_has_ended_cannot_be_cancelled() -> No
     assert jobs.cancelled(job, 111.0) is job
     with pytest.raises(BadRequestError, match="it is failed"):
         jobs.cancelled(jobs.failed(new(), [], 101.0), 102.0)
-
-
-def test_lines_that_wait_or_run_are_what_is_left_of_the_total() -> None:
-    assert Counts(10, succeeded=1, failed=2, cancelled=3, expired=1).processing == 3

@@ -38,19 +38,6 @@ async def test_lines_that_share_a_prefix_run_together_across_jobs(tmp_path: Path
     assert len(prefixes) == 12
 
 
-async def test_no_more_lines_run_at_a_time_than_may(lane: Lane) -> None:
-    runner = FakeRunner()
-    job = await lane.create(rows(10, hold=True))
-    async with lane.gateway(runner) as worker:
-        await until(lambda: len(runner.holding) == 4)
-        found = await lane.found(job)
-        assert (found.state, found.counts.processing) == ("in_progress", 10)
-        assert worker.in_flight == 4
-        runner.gate.set()
-        await lane.ended(job)
-    assert Counter(runner.ran) == Counter(map(str, range(10)))
-
-
 async def test_rows_of_lines_that_run_are_bounded_in_bytes(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.queues.batch.running.ROW_BYTES", 3_000)
     runner = FakeRunner()
