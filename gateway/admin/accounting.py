@@ -40,19 +40,6 @@ class Accounting:
             return
         model, traces = record.model, record.traces
         paid_tokens = sum([trace.paid_tokens for trace in traces])
-        if len(traces) == 1 and (hit := traces[0].hit) is not None and not (paid_tokens or record.embedded_tokens):
-            (trace,) = traces
-            self._add(
-                Entry(
-                    record.tenant,
-                    model,
-                    record.lane,
-                    total_ms=record.total_ms,
-                    by_upstream=trace.by_upstream,
-                    hits=(_once(hit, trace),),
-                )
-            )
-            return
         computed = [trace for trace in traces if trace.hit is None and trace.first_token_ms is not None]
         hits = tuple([_once(trace.hit, trace) for trace in traces if trace.hit is not None])
         if not (computed or hits or paid_tokens or record.embedded_tokens):

@@ -12,7 +12,6 @@ import hmac
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from aiohttp import web
@@ -109,18 +108,6 @@ INVALIDATE: Final[Mapping[str, Parameter]] = {
 }
 
 
-@dataclass(slots=True)
-class _Sum:
-    entries: int = 0
-    bytes: int = 0
-    oldest_s: float = 0.0  # its age
-
-    def add(self, kept: About, now_s: float) -> None:
-        self.entries += 1
-        self.bytes += kept.num_bytes
-        self.oldest_s = max(self.oldest_s, round(now_s - kept.created_s, 3))
-
-
 class CachePages:
     """Holds what its handlers need. `now` is in seconds since 1970; `content`: whether answers may be read."""
 
@@ -167,10 +154,15 @@ class CachePages:
     async def stats(self, http: web.Request) -> web.Response:
         """GET /admin/cache/stats"""
         chosen, now_s = chosen_by(read_query(http.query, IN_URL)), self._now()
-        sums = _sums([kept async for kept in self._answers.scan(chosen, now_s)], now_s)
-        total = sums.pop(("", ""))
-        rows = [{**_owner_json(owner), "model": model, **asdict(one)} for (owner, model), one in sorted(sums.items())]
-        return reply_json({"rows": rows, "total": asdict(total)})
+        found = [kept async for kept in self._answers.scan(chosen, now_s)]
+        groups: dict[tuple[str, str], list[About]] = {}
+        for kept in found:
+            groups.setdefault((kept.owner, kept.model), []).append(kept)
+        rows = [
+            {**_owner_json(owner), "model": model, **_sum(group, now_s)}
+            for (owner, model), group in sorted(groups.items())
+        ]
+        return reply_json({"rows": rows, "total": _sum(found, now_s)})
 
     async def one(self, http: web.Request) -> web.Response:
         """GET /admin/cache/{id}"""
@@ -216,13 +208,9 @@ class CachePages:
         return reply_json(body)
 
 
-def _sums(found: list[About], now_s: float) -> dict[tuple[str, str], _Sum]:
-    """By owner and model; that of all under no names."""
-    sums = {("", ""): _Sum()}
-    for kept in found:
-        sums[("", "")].add(kept, now_s)
-        sums.setdefault((kept.owner, kept.model), _Sum()).add(kept, now_s)
-    return sums
+def _sum(found: list[About], now_s: float) -> dict[str, Any]:
+    oldest_s = max((round(now_s - kept.created_s, 3) for kept in found), default=0.0)
+    return {"entries": len(found), "bytes": sum(kept.num_bytes for kept in found), "oldest_s": max(oldest_s, 0.0)}
 
 
 def _place_of(kept: About) -> Place:

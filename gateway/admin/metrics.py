@@ -135,7 +135,7 @@ class Metrics:
         if record.traces:
             self._meter(record, model, tenant)
         if record.ignored.names:
-            self._ignored.add(record.ignored.names, record.endpoint, tenant)
+            self._ignored.add(record.ignored.names)
         if record.embedded_tokens:
             self._embedded.of(model, tenant).value += record.embedded_tokens
             self._duration.of(model).add(record.total_ms / 1e3)

@@ -7,10 +7,9 @@ them are as much as the rest of what is noted about a request.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -22,11 +21,8 @@ from prometheus_client.utils import floatToGoString
 
 from gateway.api.unknown_fields import ODD
 
-log = logging.getLogger(__name__)
-
 MAX_NAMES: Final = 100
 OTHER: Final = "other"
-_DAY_S: Final = 86_400
 
 EVERY_S: Final = 0.02
 """From one look to the next. A stop is found but for so much of it."""
@@ -108,43 +104,18 @@ def _name(bound: float) -> str:
 
 
 class IgnoredFieldCounts(Counts):
-    """Unknown fields that requests had and the gateway ignored: a counter, and one line of the log for each name and
-    day. `now` is in seconds since 1970.
+    """Unknown fields that requests had and the gateway ignored. Names are the clients' own, so their number is bounded:
+    further ones are counted together, and so are those of other characters than names have, which may be anything."""
 
-    Names are the clients' own, so their number is bounded: further ones are counted and logged together, and so are
-    those of other characters than names have, which may be anything.
-    """
+    def __init__(self) -> None:
+        text = "Requests with a field that the gateway does not know and ignored."
+        super().__init__("kvasir_ignored_fields", text, ("field",))
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
-        super().__init__(
-            "kvasir_ignored_fields", "Requests with a field that the gateway does not know and ignored.", ("field",)
-        )
-        self._now = now
-        self._names: set[str] = set()
-        self._day = 0
-        self._logged: set[str] = set()  # today
-
-    def add(self, names: Iterable[str], endpoint: str, tenant: str) -> None:
+    def add(self, names: Iterable[str]) -> None:
         """Those of one request."""
-        if (day := int(self._now() // _DAY_S)) != self._day:
-            self._day = day
-            self._logged.clear()
         for name in names:
-            if name not in self._names:
-                if len(self._names) >= MAX_NAMES or ODD in name:
-                    name = OTHER
-                else:
-                    self._names.add(name)
-            self.of(name).value += 1
-            if name not in self._logged:
-                self._logged.add(name)
-                log.info(
-                    "field '%s' of a request is unknown and was ignored (endpoint %s, tenant %s; api.unknown_fields); "
-                    "said once a day",
-                    name,
-                    endpoint,
-                    tenant,
-                )
+            is_known = (name,) in self._series or (len(self._series) < MAX_NAMES and ODD not in name)
+            self.of(name if is_known else OTHER).value += 1
 
 
 class LoopLag:
