@@ -15,6 +15,7 @@ text a code follows every mark, which makes the masking reversible for any text,
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -24,10 +25,6 @@ from gateway.types import MAX_MARKERS
 _CANDIDATES: Final = "⸻⸺⸹⸸⸷⸶⸵⸴⹀⹁⹂⹃⹄⹅⹆⹇⹈⹉"  # printable, caseless, not whitespace, the same in every normal form
 SLICE: Final = 1 << 20
 """Characters that are looked through at once: about a millisecond."""
-
-_PARTS: Final = 10_000
-
-_KEYS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "type", "text", "function", "arguments", "id")
 
 
 class Masking:
@@ -60,8 +57,6 @@ class Masking:
         self._max_prefix = max(map(len, self._prefixes), default=0)
         self._pattern = re.compile(alternatives(longer)) if longer else None
 
-        self._clean = {key for key in _KEYS if self.mask(key) == key}  # most keys there are, known not to need it
-
     def mask(self, text: str) -> str:
         """The same string object when there is nothing to mask, which a few memchr-like scans find out."""
         for char in self._triggers:
@@ -75,11 +70,8 @@ class Masking:
         if kind is str:
             return self.mask(value)
         if kind is dict:
-            mask, mask_data, clean = self.mask, self.mask_data, self._clean
-            return {
-                key if key in clean else mask(key): mask(item) if type(item) is str else mask_data(item)
-                for key, item in value.items()
-            }
+            mask, mask_data = self.mask, self.mask_data
+            return {mask(key): mask(item) if type(item) is str else mask_data(item) for key, item in value.items()}
         if kind is list or kind is tuple:
             return [self.mask_data(item) for item in value]
         return value
@@ -117,16 +109,13 @@ class Masking:
         return text
 
     def _mask_whole(self, text: str, pattern: re.Pattern[str]) -> str:
-        whole: list[str] = []
-        parts: list[str] = []
-        done = 0
+        masked, done = io.StringIO(), 0
         for found in find_all(pattern, text, 0, self._max_prefix + 1, overlapping=True):
-            parts += (text[done : found.start() + 1], self._break)
+            masked.write(text[done : found.start() + 1])
+            masked.write(self._break)
             done = found.start() + 1
-            if len(parts) > _PARTS:  # which other threads would wait for, were there millions
-                whole.append("".join(parts))
-                parts = []
-        return "".join([*whole, *parts, text[done:]]) if done else text
+        masked.write(text[done:])
+        return masked.getvalue() if done else text
 
     def _mask_end(self, text: str) -> str:
         # From the right, so that positions further left stay valid.
@@ -187,9 +176,7 @@ def _unused(taken: str) -> Iterator[str]:
     yield from (char for char in map(chr, range(0x20000, 0x2A6D0)) if char not in taken)  # CJK extension B
 
 
-def _needed(specials: Iterable[str]) -> str:
+def _needed(specials: set[str]) -> str:
     """A character that all of `specials` contain, the rarest in ordinary text; empty when there is none."""
-    common: set[str] | None = None
-    for special in specials:
-        common = set(special) if common is None else common & set(special)
+    common = set.intersection(*map(set, specials)) if specials else set()
     return min(common or {""}, key=lambda char: (char.isalnum(), char in "<>[]_ -", char))
