@@ -1,4 +1,4 @@
-"""/admin/cache: what the response cache remembers, by whose it is, and how to have it forgotten.
+"""/admin/cache: lists and removes the answers in the response cache, by tenant or namespace.
 
 Nothing is removed that was not shown before: the first POST tells how many answers it would remove and gives a token,
 the second one sends the token back with the same choice. What was remembered between the two stays.
@@ -132,7 +132,10 @@ class CachePages:
             key="admin",
         )
         return [
-            *(Route("GET", path, handler, told, query=query, key="admin") for path, handler, told, query in pages),
+            *(
+                Route("GET", path, handler, summary, query=query, key="admin")
+                for path, handler, summary, query in pages
+            ),
             invalidate,
         ]
 
@@ -171,10 +174,10 @@ class CachePages:
         if content and not self._content:
             raise ForbiddenError("What remembered answers say is shown where auth.admin_content is set.")
         found = [kept async for kept in self._answers.scan(Chosen(id=name), now_s) if kept.id == name]
-        told = await self._answers.content(found[0]) if found else None
-        if told is None:
+        answer = await self._answers.content(found[0]) if found else None
+        if answer is None:
             raise NotFoundError(f"No answer is remembered under the id '{shown(name)}'.", param="id")
-        return reply_json({**_about_json(found[0], now_s), **_content_json(told, content=content)})
+        return reply_json({**_about_json(found[0], now_s), **_content_json(answer, content=content)})
 
     async def invalidate(self, http: web.Request) -> web.Response:
         """POST /admin/cache/invalidate"""
@@ -189,7 +192,7 @@ class CachePages:
             return await self._dry_run(chosen, key, now_s)
         at_s = token_time(token, key, repr(chosen), now_s)
         if at_s is None:
-            why = "it is over, or was given to somebody else or for another choice; ask without it first"
+            why = "it has expired, or was given for another key or choice; send the request without it first"
             raise invalid("confirm", why)
         removed = await self._answers.remove(chosen, at_s)
         return reply_json({"dry_run": False, "removed": removed})
@@ -234,13 +237,13 @@ def _about_json(kept: About, now_s: float) -> dict[str, Any]:
     }
 
 
-def _content_json(told: Content, *, content: bool) -> dict[str, Any]:
-    more = {"text": told.text, "calls": [{"name": name, "arguments": said} for name, said in told.calls]}
+def _content_json(answer: Content, *, content: bool) -> dict[str, Any]:
+    more = {"text": answer.text, "calls": [{"name": name, "arguments": said} for name, said in answer.calls]}
     return {
-        "prompt_tokens": told.prompt_tokens,
-        "completion_tokens": told.completion_tokens,
-        "finish": told.finish,
-        "tool_calls": None if told.finish is None else len(told.calls),
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "finish": answer.finish,
+        "tool_calls": None if answer.finish is None else len(answer.calls),
         **({"content": more} if content else {}),
     }
 

@@ -1,8 +1,8 @@
 """POST /admin/cache/blocks/purge: a tenant's or a namespace's KV blocks and leases go from all engines of this gateway.
 
-Each engine is asked by itself (engine/protocol/values.py:PURGE_PATH) and can purge its own folder of blocks, and
+Each engine purges by itself (engine/protocol/values.py:PURGE_PATH) and can purge its own folder of blocks, and
 those of engines that are gone. So a purge is complete when all engines have answered that theirs is, and no folder that
-they share belongs to an engine that was not asked. Repeating one does no harm.
+they share belongs to an engine without a request. Repeating one does no harm.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ async def _ask(engine: Engine, salt_prefix: str) -> dict[str, Any]:
 
 
 def _summed(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all engines said, and what it comes to."""
+    """The engines' answers, and whether the purge is complete."""
     answered = {one.get("owner") for one in answers}
     in_use = sorted({owner for one in answers for owner in one.get("in_use", ())} - answered)
     complete = bool(answers) and not in_use and all(one["complete"] for one in answers)

@@ -49,7 +49,7 @@ SHORT_FLAGS.update(
 
 
 class Settings(BaseModel):
-    """Everything that `kvasir serve`, `kvasir gateway` and `kvasir engine` can be told."""
+    """All settings of `kvasir serve`, `kvasir gateway` and `kvasir engine`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Who may ask, for how much, who shares what, and what it costs."""
+"""Tenants: keys, limits, shared namespaces, the ledger and prices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LimitSettings(Section):
 
 
 class AuthSettings(Section):
-    """[auth]: who may ask for the admin pages."""
+    """[auth]: keys of the admin pages."""
 
     admin_keys: tuple[str, ...] = ()
     """Keys that open /admin, and nothing else."""

@@ -1,6 +1,6 @@
 """The log of a process: lines on stderr, of a level and above. lines.py says how they are written, writer.py when.
 
-Knows nothing of requests. Who logs uses the logging module; what has a line for each request may say it `later`.
+Knows nothing of requests. Code logs with the logging module; a line for each request may be logged `later`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def set_up(level: str, settings: LogSettings) -> None:
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
-def later(logger: logging.Logger, level: int, said: Callable[[], str | Fields]) -> None:
+def later(logger: logging.Logger, level: int, message: Callable[[], str | Fields]) -> None:
     """As `logger.log`, for a level that is logged and no warning. The text is asked for when the line is written, so it
     is of something that changes no more. Makes no LogRecord, which is most of what a line costs."""
     if _writer is None:
-        logger.log(level, "%s", said())
+        logger.log(level, "%s", message())
     else:
-        _writer.later(logger.name, level, said)
+        _writer.later(logger.name, level, message)
 
 
 def flush() -> None:
-    """What was logged is written, unless nobody reads it. For what is written to stderr itself."""
+    """Writes what was logged, unless stderr is not read. For code that writes to stderr itself."""
     if _writer is not None:
         _writer.flush()
 

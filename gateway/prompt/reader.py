@@ -1,4 +1,4 @@
-"""Reads one answer: tokens and their log probabilities in, pieces of text and of tool calls out.
+"""Reads one answer: tokens and their log probabilities in, chunks of text and of tool calls out.
 
 Puts together what decode.py and tool_calls.py do, and releases log probabilities with their text. Implements
 stages.Reader.
@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 
 from engine.protocol import TokenLogprobs
 from gateway.prompt.decode import Decoder, Decoding
-from gateway.prompt.tool_calls import CallParser, Piece
+from gateway.prompt.tool_calls import CallParser, Chunk
 from gateway.types import CallDelta, ScoredToken, TextDelta
 
 
 class Scores:
     """Log probabilities of one answer, held back for as long as the text that they belong to.
 
-    A client is told of a token when the last of its characters was sent, so that neither half a character nor a part of
+    A token is released when the last of its characters was sent, so that neither half a character nor a part of
     a stop string shows up here before it does in the text, or instead of it: a token that reaches into the stop string
     is left out.
     """
@@ -28,7 +28,7 @@ class Scores:
         self._spell = decoding.spell
         self._text = decoding.characters(keep)  # a second decoding, which no stop string ends
         self._chars = 0  # of all tokens so far
-        self._sent = 0  # of the pieces that were released
+        self._sent = 0  # of the chunks that were released
         self._ends: deque[int] = deque()  # character behind each of the first waiting tokens; the others are unfinished
         self._waiting: deque[ScoredToken] = deque()
 
@@ -59,11 +59,11 @@ class Scores:
 
 
 class AnswerReader:
-    """One answer. Log probabilities are told of what is text: a token that reaches into a call is left out."""
+    """One answer. Log probabilities are those of its text: a token that reaches into a call is left out."""
 
     def __init__(self, decoder: Decoder, scores: Scores | None = None, calls: CallParser | None = None) -> None:
         """
-        scores  None when nobody asks for log probabilities
+        scores  None without log probabilities
         calls   looks for stop strings itself, so `decoder` has none; None when everything is text
         """
         self._decoder = decoder
@@ -91,7 +91,7 @@ class AnswerReader:
             self._scores.feed(tokens, logprobs)
         text = self._decoder.feed(tokens)
         if self._calls is not None:
-            return list(self._tell(self._calls.feed(text))) if text else ()
+            return list(self._events_of(self._calls.feed(text))) if text else ()
         if not text:
             return ()
         return (TextDelta(text) if self._scores is None else TextDelta(text, self._scores.release(text)),)
@@ -100,16 +100,16 @@ class AnswerReader:
         """What was held back, at the end of the answer. A stop string may show up here, too."""
         events: list[TextDelta | CallDelta] = []
         if text := self._decoder.flush():
-            pieces: Sequence[Piece] = ((text, TextDelta(text)),) if self._calls is None else self._calls.feed(text)
-            events += self._tell(pieces)
+            chunks: Sequence[Chunk] = ((text, TextDelta(text)),) if self._calls is None else self._calls.feed(text)
+            events += self._events_of(chunks)
         if self._calls is not None and not self._calls.ended:
-            events += self._tell(self._calls.flush())
+            events += self._events_of(self._calls.flush())
         if self._scores is not None and not self.ended and not self.called and (rest := self._scores.flush()):
             events.append(TextDelta("", rest))
         return events
 
-    def _tell(self, pieces: Sequence[Piece]) -> Iterator[TextDelta | CallDelta]:
-        for source, event in pieces:
+    def _events_of(self, chunks: Sequence[Chunk]) -> Iterator[TextDelta | CallDelta]:
+        for source, event in chunks:
             scored = () if self._scores is None else self._scores.release(source)
             if type(event) is TextDelta and scored:
                 yield TextDelta(event.text, scored)

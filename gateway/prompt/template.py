@@ -52,7 +52,7 @@ class ChatTemplate:
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
             "namespace": _Namespace,
-            "dict": _Dict(),
+            "dict": _dict,
         }
         try:
             self._template = environment.from_string(source)
@@ -185,11 +185,9 @@ class _Namespace(Namespace):
         Namespace.__setitem__(self, name, value)
 
 
-class _Dict:
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     """dict() as a function, without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
+    return dict(*args, **kwargs)
 
 
 def _refuse_underscore(name: object) -> None:

@@ -1,9 +1,8 @@
-"""Reads tool calls out of an answer while it is written: pieces of text in, text and pieces of calls out.
+"""Parses tool calls out of a stream: chunks of text in, chunks of text and of calls out.
 
-A call begins to be told when it is certain: the name is that of a tool that may be called, and the arguments begin.
-Until then everything is held back, with the blanks in front of it, and comes out as text, unchanged, when it turns out
-to be no call. The arguments are told character by character as the model wrote them, from their "{" to its "}". So
-however the text is cut into pieces, what comes out is the same.
+A call starts when it is certain: the name is that of a callable tool, and the arguments begin. Until then everything is
+held back, with the blanks in front of it, and is released as text, unchanged, when it is no call. Arguments are
+streamed as the model wrote them, from their "{" to its "}". The result does not depend on how the text is chunked.
 
 A name that may not be called makes no call, in any style: an app looks functions up by name, and what it did not
 offer, or took back for this answer, is nothing that it could run. Stop strings are looked for in text alone, because
@@ -38,8 +37,8 @@ MAX_HELD: Final = 65_536
 _ARGUMENTS: Final = ("arguments", "parameters")  # models take one for the other
 _OTHERS: Final = ("id", "type")  # strings that some models write beside the name
 
-Piece = tuple[str, TextDelta | CallDelta | None]
-"""Characters of the answer, and what they are to be told as; None for the syntax around calls."""
+Chunk = tuple[str, TextDelta | CallDelta | None]
+"""Characters of the answer, and their event; None for the syntax around calls."""
 
 
 class CallParser:
@@ -62,9 +61,9 @@ class CallParser:
         self._stops = StopStrings(self._stop)
         firsts = style.opener[:1] + ("{" if style.bare else "")
         self._starts = re.compile(f"[{BLANKS}{re.escape(firsts)}]")
-        self._pieces: list[Piece] = []
+        self._chunks: list[Chunk] = []
         self._text: list[str] = []  # is certain to be text
-        self._told: list[str] = []  # is certain to be arguments
+        self._arguments: list[str] = []  # is certain to be arguments
         self._held: list[str] = []  # blanks, or what may be part of a call, with the blanks in front of it
         self._line_begins = True
         self._behind_call = False  # nothing but syntax and blanks came since the last call
@@ -73,18 +72,18 @@ class CallParser:
         if self._forced:
             self._start(self._read_calls())
 
-    def feed(self, text: str) -> Sequence[Piece]:
+    def feed(self, text: str) -> Sequence[Chunk]:
         """What became certain with this text, in order. Nothing more comes after `met` or `done`."""
         self._read(text)
         return self._take()
 
-    def flush(self) -> Sequence[Piece]:
+    def flush(self) -> Sequence[Chunk]:
         """What was held back, at the end of the answer. A call that is cut short stays one."""
         if not self.ended:
             if self._behind_call:
                 self._add("".join(self._held), None)
             else:
-                self._say("".join(self._held))
+                self._add_text("".join(self._held))
             self._release_stops()
             self._held.clear()
         return self._take()
@@ -99,14 +98,14 @@ class CallParser:
     def _read(self, text: str) -> None:
         at = 0
         while at < len(text) and not self.ended:
-            at = self._read_text(text, at) if self._scan is None else self._go_on(text, at)
+            at = self._read_text(text, at) if self._scan is None else self._continue_scan(text, at)
 
     def _read_text(self, text: str, at: int) -> int:
         """Reads on outside of calls, up to some character behind `at`, or to one that may begin a call."""
         found = self._starts.search(text, at)
         end = found.start() if found else len(text)
         if end > at:
-            self._say("".join(self._held) + text[at:end])
+            self._add_text("".join(self._held) + text[at:end])
             self._held.clear()
             return end
         char = text[at]
@@ -114,17 +113,17 @@ class CallParser:
             self._held.append(char)
             self._line_begins |= char == "\n"
             if len(self._held) > MAX_BLANKS:
-                self._say("".join(self._held))
+                self._add_text("".join(self._held))
                 self._held.clear()
         elif char == "{" and not self._line_begins:
-            self._say("".join(self._held) + char)
+            self._add_text("".join(self._held) + char)
             self._held.clear()
         else:
             self._start(self._read_opener())
             return at
         return at + 1
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self._forced:
             self._add(text, None)
         elif text:
@@ -133,10 +132,10 @@ class CallParser:
             self._line_begins = text.rstrip(" \t\r").endswith("\n")
 
     def _add(self, source: str, event: CallDelta | None) -> None:
-        """A piece that is no text, behind the text before it."""
+        """A chunk that is no text, behind the text before it."""
         self._settle_text()
         if source and not self.met:
-            self._pieces.append((source, event))
+            self._chunks.append((source, event))
 
     def _settle_text(self) -> None:
         if self._text:
@@ -144,21 +143,21 @@ class CallParser:
             self._text.clear()
             self.met = self._stops.met
             if text:
-                self._pieces.append((text, TextDelta(text)))
+                self._chunks.append((text, TextDelta(text)))
 
     def _release_stops(self) -> None:
         """No stop string goes on behind this place."""
         self._settle_text()
         if self._stop and not self.met:
             if text := self._stops.release():
-                self._pieces.append((text, TextDelta(text)))
+                self._chunks.append((text, TextDelta(text)))
             self._stops = StopStrings(self._stop)
 
-    def _take(self) -> Sequence[Piece]:
+    def _take(self) -> Sequence[Chunk]:
         self._settle_text()
         self._settle_arguments()
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        chunks, self._chunks = self._chunks, []
+        return chunks
 
     # -- what may be a call -------------------------------------------------------------------------------------------
 
@@ -166,7 +165,7 @@ class CallParser:
         self._scan, self._scan_called, self._behind_call = scan, False, False
         next(scan)
 
-    def _go_on(self, text: str, at: int) -> int:
+    def _continue_scan(self, text: str, at: int) -> int:
         """Reads on inside of what may be a call, up to its end or the end of the text."""
         assert self._scan is not None
         while at < len(text) and not self.ended:
@@ -178,15 +177,15 @@ class CallParser:
                 return at + 1
             except NoMatchError:
                 self._held.pop()
-                self._give_up()
+                self._reject()
                 return at
             at += 1
             if len(self._held) > MAX_HELD:
-                self._give_up()
+                self._reject()
                 return at
         return at
 
-    def _give_up(self) -> None:
+    def _reject(self) -> None:
         """What is held back is no call. Behind one it may begin another, so it is read again."""
         held, self._scan = "".join(self._held), None
         self._held.clear()
@@ -196,7 +195,7 @@ class CallParser:
         else:
             text = held.rstrip(BLANKS)
             blanks = held[len(text) :]  # may stand in front of the next one
-            self._say(text if len(blanks) <= MAX_BLANKS else held)
+            self._add_text(text if len(blanks) <= MAX_BLANKS else held)
             self._held = list(blanks) if len(blanks) <= MAX_BLANKS else []
             self._line_begins |= "\n" in self._held
 
@@ -216,9 +215,9 @@ class CallParser:
         self.done = self._only_one
 
     def _settle_arguments(self) -> None:
-        if self._told:
-            arguments = "".join(self._told)
-            self._told.clear()
+        if self._arguments:
+            arguments = "".join(self._arguments)
+            self._arguments.clear()
             self._add(arguments, CallDelta(self.made - 1, "", arguments))
 
     def _drop(self) -> None:
@@ -304,15 +303,15 @@ class CallParser:
         return (yield from self._read_rest())
 
     def _read_arguments(self, name: str) -> Scan:
-        """From behind the "{" to its "}". Told when the name is known, and returned when it is not."""
+        """From behind the "{" to its "}". Streamed when the name is known, else returned."""
         if name:
             brace = self._held.pop()
             self._call(name)
-            self._told.append(brace)
+            self._arguments.append(brace)
         kept, braces, closed = ["{"], Braces(), False
         while not closed:
             char = yield
-            (self._told if name else kept).append(self._held.pop() if name else char)
+            (self._arguments if name else kept).append(self._held.pop() if name else char)
             closed = braces.closed_by(char)
         return "".join(kept)
 

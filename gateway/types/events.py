@@ -81,7 +81,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """A piece of the answer: whole characters only, and nothing that may yet turn out to be part of a stop string.
+    """A chunk of the answer: whole characters only, and nothing that may become part of a stop string.
 
     scored  the tokens that end in it, when log probabilities are asked for; the text is empty where they have none
     """
@@ -92,10 +92,10 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a tool call. Calls come one after another: no piece of an earlier one follows.
+    """A chunk of a tool call. Calls come one after another: no chunk of an earlier one follows.
 
     call       0 for the first call of the answer
-    name       with the first piece of a call, and empty ever after
+    name       with the first chunk of a call, and empty ever after
     arguments  the next characters of its arguments, which are a JSON object when the call is complete
     """
 

@@ -93,7 +93,7 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a text has to be, and what asked for it, for error messages.
+    """The grammar of an answer, and the parameter that asked for it, for error messages.
 
     param   the parameter
     places  paths inside of the grammar, and those in the client's request that they stand for

@@ -1,4 +1,4 @@
-"""One sequence to be generated, what it asks of a queue, and what happened to it on its way."""
+"""One sequence to be generated, its request for an engine slot, and its trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.types.prompts import Constraint, Prompt, PromptParam, ToolUse
 from gateway.types.tenants import Scope, Tenant
 
 Tier = Literal["priority", "default", "flex"]
-"""Of the online lane: who goes first, where requests wait."""
+"""Of the online lane: the order of waiting requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ Outcome = Literal["exact", "shared", "semantic", "miss", "bypass"]
 class Lookup(NamedTuple):
     """What the response cache had for a request.
 
-    outcome     "exact": the answer to this very request; "shared": the same, while it was generated for somebody else;
+    outcome     "exact": the answer to this very request; "shared": the same, while it was generated for another;
                 "semantic": that to one that means the same; "bypass": the cache had no part in it
     reason      of a bypass, one word
     entry       id of the answer that was found, or would be kept; it tells nothing of the request
@@ -104,7 +104,7 @@ class Lookup(NamedTuple):
 
     @property
     def all_there(self) -> bool:
-        """Whether the whole answer was found, so that there is nothing to wait for between its pieces."""
+        """Whether the whole answer was found, so that there is nothing to wait for between its chunks."""
         return self.outcome in ("exact", "semantic")
 
 
@@ -141,7 +141,7 @@ class Trace:
     lease: Lease | None = None
     by_upstream: bool = False  # it was an upstream that answered, and its cache that was read; or is to, for a line
     completion_tokens: int = 0
-    unmetered: bool = False  # an upstream answered, and has not said how many tokens that took
+    unmetered: bool = False  # an upstream answered without a usage
     paid_tokens: int = 0  # of an answer that was begun for another request: computed after that one had left
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
     retries: int = 0
@@ -186,7 +186,7 @@ class Request:
     scope: Scope | None = None  # None is the tenant's own
     affinity: str = ""  # requests with the same one are sent to the same engine, where nothing speaks against it
     use_cache: bool = True  # False: nothing is reused, and nothing of it can be
-    only_leased: bool = False  # what was reused without a lease is not told as cached
+    only_leased: bool = False  # what was reused without a lease is not reported as cached
     prewarm: bool = False  # computes the prompt, so that it is cached, and generates nothing
     fit: bool = False  # max_tokens that are more than the context has left are cut to that, and not refused
     constraint: Constraint | None = None
@@ -194,7 +194,7 @@ class Request:
     group: Group | None = None
     number: int = 0  # among the requests of its group; the prompt is accounted for with the first
     work: int = 0  # that it is to render and hash its prompt (tasks.work_of)
-    stream: bool = False  # the client gets pieces as they come; else it is all one how an answer is cut
+    stream: bool = False  # the client gets chunks as they come; else chunks may have any size
     reuse: Reuse = PLAIN_REUSE
     trace: Trace = field(default_factory=Trace)
 
@@ -206,14 +206,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a slot at an engine is asked for, as the queue knows it.
+    """A request for a slot at an engine, as the queue sees it.
 
     deadline_s     monotonic clock; nothing is waited for past it
     cached_tokens  leading tokens of the prompt that each incarnation holds; one that is missing holds none
     only           the incarnation that it has to be, for requests that belong together
     avoid          incarnations that failed it, and get it only where there is no other
-    lane           online, or batch: then it has a slot only where nobody of the online lane wants one
-    tier           who goes first, in the online lane
+    lane           online, or batch: then it has a slot only where no online request wants one
+    tier           order in the online lane
     priority       the same among requests of one tenant, before anything else: the least goes first
     weight         of the tenant's share
     digests        of the prompt's full blocks, where it is known who holds them; the lane looks for what begins like it

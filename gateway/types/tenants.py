@@ -1,4 +1,4 @@
-"""Who asks, with whom they share, and what they may still send."""
+"""Tenants, the scopes in which they share blocks, and their limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANONYMOUS = "anonymous"
 
 @dataclass(frozen=True)
 class Scope:
-    """Who shares blocks with whom: requests of equal scopes do, those of different ones never find, compare or time
+    """A sharing domain of blocks: requests of equal scopes share, those of different ones never find, compare or time
     each other's. The owner is a tenant, or a namespace that the operator lets several tenants use; key and cache_salt
     are what clients separate their requests with."""
 
@@ -42,7 +42,7 @@ def _hashed(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who pays and whose cache it is."""
+    """The owner of requests, bills and caches."""
 
     name: str
     weight: float = 1.0  # of its share of engines that others want, too
@@ -50,7 +50,7 @@ class Tenant:
 
     @property
     def salt(self) -> str:
-        """That of requests which ask for nothing else."""
+        """The salt of requests without a scope of their own."""
         return Scope(tenant=self.name).salt
 
 

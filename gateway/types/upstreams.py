@@ -58,7 +58,7 @@ class UpstreamRequest:
 
     @property
     def owner(self) -> Scope:
-        """Whose its answer will be."""
+        """The scope that may get its answer again."""
         return self.scope or Scope(tenant=self.tenant.name)
 
 

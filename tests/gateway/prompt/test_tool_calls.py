@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.prompt import json_scan, tool_calls
-from gateway.prompt.tool_calls import CallParser, Piece
+from gateway.prompt.tool_calls import CallParser, Chunk
 from gateway.prompt.tool_styles import HERMES, JSON, LLAMA3, MISTRAL, STYLES, ToolStyle
 from gateway.types import CallDelta, TextDelta, Tool, ToolUse
 
@@ -28,12 +28,12 @@ def parser(style: ToolStyle = HERMES, use: ToolUse = FREE, *stop: str) -> CallPa
     return CallParser(style, use, stop)
 
 
-def pieces_of(parser: CallParser, *texts: str) -> list[Piece]:
+def pieces_of(parser: CallParser, *texts: str) -> list[Chunk]:
     pieces = [piece for text in texts for piece in parser.feed(text)]
     return pieces + list(parser.flush())
 
 
-def joined(pieces: Sequence[Piece]) -> Read:
+def joined(pieces: Sequence[Chunk]) -> Read:
     text, calls = "", list[tuple[str, str]]()
     for _, event in pieces:
         if type(event) is TextDelta:
@@ -212,7 +212,7 @@ def test_the_sources_of_all_pieces_are_the_text_and_what_is_no_call_is_told_unch
 @given(text=WILD)
 def test_what_is_told_of_a_stream_so_far_is_never_taken_back(text: str) -> None:
     whole, _ = read(HERMES, text)
-    reading, so_far = parser(), list[Piece]()
+    reading, so_far = parser(), list[Chunk]()
     for char in text:
         so_far += reading.feed(char)
         assert whole.startswith(joined(so_far)[0])
