@@ -5,6 +5,7 @@ import gzip
 import json
 import sys
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports.zstd import CompressionParameter, ZstdCompressor, compress
 
-from gateway.api.body import deeper_than, parse_object
+from gateway.api.body import DECODED, Decoder, deeper_than, parse_object
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError
 from tests.fakes.gateway import LIMIT_S, Gateway, running
@@ -224,3 +225,30 @@ async def test_what_aiohttp_refuses_by_itself_is_logged_and_counted(caplog: pyte
     assert "LineTooLong" in caplog.text
     assert "secret" not in caplog.text
     assert "kkk" not in caplog.text
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": compress,
+}
+
+
+@pytest.mark.parametrize("encoding", DECODED)
+@given(body=st.binary(max_size=300), repeat=st.integers(1, 50), cut=st.integers(1, 80), most=st.integers(1, 200))
+def test_however_a_body_is_cut_it_is_decoded_within_the_limit_of_a_piece(
+    encoding: str, body: bytes, repeat: int, cut: int, most: int
+) -> None:
+    compressed = COMPRESS[encoding](body * repeat) + b"trailing"
+    decoder, decoded = Decoder(encoding), []
+    for begin in range(0, len(compressed), cut):
+        piece = compressed[begin : begin + cut]
+        while some := decoder.decode(piece, most):
+            assert len(some) <= most
+            decoded.append(some)
+            piece = b""
+    assert decoder.eof
+    assert b"".join(decoded) == body * repeat
