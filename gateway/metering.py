@@ -51,9 +51,8 @@ class KeyMisses:
         if request.tenant.name not in self._logged:
             self._logged.add(request.tenant.name)
             log.info(
-                "request %s of tenant %s reused none of %d tokens: an earlier prompt began with the same %d tokens and "
-                'had another prompt_cache_key. If the keys are session ids of agents, set cache_key = "hint" in '
-                "[prompt] or for the tenant; further misses are counted in kvasir_prompt_cache_key_misses_total",
+                "request %s of tenant %s reused none of %d tokens: its first %d tokens came before with another "
+                'prompt_cache_key. If keys are session ids, set cache_key = "hint" in [prompt] or for the tenant',
                 request.request_id,
                 request.tenant.name,
                 prompt.num_tokens,

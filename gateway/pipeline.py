@@ -49,7 +49,6 @@ class Pipeline:
         index: Index,
         registry: Registry,
         queue: Queue,
-        max_attempts: int = MAX_ATTEMPTS,
         responses: Responses | None = None,
     ) -> None:
         self._responses = responses
@@ -57,7 +56,6 @@ class Pipeline:
         self._index = index
         self._registry = registry
         self._queue = queue
-        self._max_attempts = max_attempts
         self._key_misses = KeyMisses()
 
     async def count(self, request: Request) -> int:
@@ -92,7 +90,7 @@ class Pipeline:
 
         lost: set[str] = set()
         dead: EngineLostError | None = None
-        for attempt in range(1, self._max_attempts + 1):
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             engine: Engine | None = None
             try:
                 # 3. Which of the engines that are there now hold its prefix?
@@ -138,7 +136,7 @@ class Pipeline:
             raise error
         if error.died and dead is not None:
             raise EnginesDiedError from error
-        if attempt == self._max_attempts:
+        if attempt == MAX_ATTEMPTS:
             raise OverloadedError(f"No engine took the request. {error.message}", retry_after_s=1.0) from error
         request.trace.retries = attempt
         return error if error.died else dead

@@ -114,7 +114,7 @@ class Memory(Generic[V]):
         return iter([held.value for owned in self._owners.values() for held in owned.held.values()])
 
     def _find_refusal(self, owner: str, key: str, num_bytes: int) -> Put | None:
-        """Why the quota of an owner has no room for so many bytes more."""
+        """Why the quota of an owner has no room for so many bytes more. Drops what has expired, of all owners."""
         now = self._now()
         for name in list(self._owners):
             for over in [one for one, held in self._owners[name].held.items() if held.expires_s <= now]:
@@ -129,18 +129,18 @@ class Memory(Generic[V]):
         evicts nothing of owners with less."""
         quota = self._quota
         while (owned := self._owners.get(owner)) is not None:
-            first = next(iter(owned.held.values()))
-            over = first.expires_s <= self._now()
+            over = next(iter(owned.held.values())).expires_s <= self._now()
             if not over and len(owned.held) < quota.entries and owned.bytes + num_bytes <= quota.bytes:
                 break
-            self._evict(owner, expired=over)
+            self._evict(owner)
         while self.figures.bytes + num_bytes > quota.total_bytes:
             coming = {owner: num_bytes}
             self._evict(max(self._owners, key=lambda name: self._owners[name].bytes + coming.get(name, 0)))
 
-    def _evict(self, owner: str, *, expired: bool = False) -> None:
-        self._drop(owner, next(iter(self._owners[owner].held)))
-        if expired:
+    def _evict(self, owner: str) -> None:
+        """Drops the first entry of an owner."""
+        held = self._drop(owner, next(iter(self._owners[owner].held)))
+        if held.expires_s <= self._now():
             self.figures.expired += 1
         else:
             self.figures.evicted += 1

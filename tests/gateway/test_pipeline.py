@@ -199,7 +199,7 @@ class Stages:
             self.places -= 1
 
     def pipeline(self) -> Pipeline:
-        return Pipeline(prompts=self, index=self, registry=self, queue=self, max_attempts=3)
+        return Pipeline(prompts=self, index=self, registry=self, queue=self)
 
 
 def request(max_tokens: int = 5, stop: tuple[str, ...] = (), deadline_s: float | None = None) -> Request:
