@@ -19,7 +19,7 @@ api/ writes these in its own shape.
     |   +-- NoEngineError          503                          the model is known, its engines are away
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
     |   +-- RedisDownError         503                          what is requested is in Redis, which does not answer
-    |   +-- UpstreamsAwayError     503                          all upstreams of the model are open-circuited, or busy
+    |   +-- UpstreamsAwayError     503                          all upstreams of the model: breaker open, or busy
     +-- EngineLostError            502                          after the first byte; before it the pipeline tries again
     +-- UpstreamLostError          502  upstream_failed         no upstream answered, or one stopped in its answer
     +-- UpstreamTimeoutError       504  upstream_timeout        retry: the upstream was too slow
@@ -28,7 +28,7 @@ api/ writes these in its own shape.
     +-- NativeError                500                          a native library panicked on this request
     +-- StorageError               500                          the disk does not do what it should
     |   +-- StorageFullError       507  storage_full            retry: no, the disk is full
-    +-- NotCachedError             504  not_cached              retry: no, nothing else was allowed than the cache
+    +-- NotCachedError             504  not_cached              retry: no, only-if-cached (RFC 9111, 5.2.1.7)
     +-- EmbedderError              500                          the embedding model failed these texts
 """
 
@@ -77,8 +77,6 @@ class BadRequestError(KvasirError):
 
 
 class ContextLengthError(BadRequestError):
-    """The prompt, or prompt and requested completion, is longer than the model's context."""
-
     code = "context_length_exceeded"
     context_tokens = 0
     prompt_tokens = 0
@@ -100,8 +98,6 @@ class ContextLengthError(BadRequestError):
 
 
 class UnsupportedError(BadRequestError):
-    """A parameter or value that is valid for the API and that Kvasir does not carry out."""
-
     code = "unsupported_parameter"
 
 
@@ -195,8 +191,6 @@ class RateLimitError(KvasirError):
 
 
 class QuotaError(KvasirError):
-    """The tenant keeps as much as it may."""
-
     status = 429
     type = "requests"
     code = "quota_exceeded"
@@ -214,11 +208,8 @@ class NoEngineError(OverloadedError):
 
 
 class DeadlineError(OverloadedError):
-    """The request waited longer than it may."""
-
     @classmethod
     def without_slot(cls, retry_after_s: float) -> Self:
-        """It waited in a line."""
         return cls(
             "The server is busy: no slot became free in time (queue.max_wait_s or the request's own limit).",
             retry_after_s=retry_after_s,
@@ -249,8 +240,6 @@ class EngineLostError(KvasirError):
 
 
 class UpstreamsAwayError(OverloadedError):
-    """Every upstream of the model has an open circuit breaker, or no free connection."""
-
     def __init__(self, model: str, retry_after_s: float) -> None:
         super().__init__(f"No upstream that serves `{model}` can be asked at the moment.", retry_after_s=retry_after_s)
 
@@ -284,8 +273,6 @@ class EngineFailedError(KvasirError):
 
 
 class EnginesDiedError(EngineFailedError):
-    """As many engines died while they worked on the request as may for one request."""
-
     def __init__(self) -> None:
         super().__init__(f"{MAX_DEAD_ENGINES} engines ended while they worked on this request; it is not tried again.")
 
@@ -306,8 +293,6 @@ class StorageFullError(StorageError):
 
 
 class NotCachedError(KvasirError):
-    """The client wants an answer from the cache or none (RFC 9111, section 5.2.1.7), and there is none."""
-
     status = 504
     code = "not_cached"
 

@@ -7,7 +7,6 @@ Knows the stages only as far as they are started and closed; app.py makes them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import signal
@@ -156,16 +155,13 @@ async def _listen(runner: web.AppRunner, settings: Settings) -> int:
 
 async def _first_engines(gateway: Gateway, stop: asyncio.Event) -> None:
     """Returns when the engines that are known have joined, when that takes too long, or when it is time to stop."""
-    joined = asyncio.ensure_future(gateway.registry.wait_joined())
-    stopping = asyncio.ensure_future(stop.wait())
+    waits = [tasks.spawn(gateway.registry.wait_joined(), "first engines"), tasks.spawn(stop.wait(), "stop at start")]
     timeout_s = gateway.settings.engines.start_timeout_s
     try:
-        done, _ = await asyncio.wait({joined, stopping}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for future in (joined, stopping):
-            future.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await future
+        for task in waits:
+            await tasks.cancel(task)
     if not done:
         log.warning("not every engine has joined after %.0f s (engines.start_timeout_s)", timeout_s)
 

@@ -45,8 +45,6 @@ class AttemptFailed(Exception):  # noqa: N818 - an attempt that failed, and no e
 _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "identity"}
 """Of every request, unless the client or the settings set something else."""
 
-_WITHOUT_BODY: Final = {"accept-encoding": "identity"}
-
 AT_ONCE_BYTES: Final = 1 << 20
 """A larger body is written in parts, so that the event loop turns in between."""
 
@@ -155,12 +153,11 @@ class Connections:
 
     async def send(self, request: UpstreamRequest, model: str, body: bytes) -> aiohttp.ClientResponse:
         """Sends the request. The caller reads the body (with `read_some`) and closes it. Raises aiohttp's errors."""
-        own = _HEADERS if body else _WITHOUT_BODY
         response = await self._of(request.lane).request(
             request.method,
             self._url(request, model),
             data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
-            headers={**own, **joined(request.headers), **self._headers},
+            headers={**_HEADERS, **joined(request.headers), **self._headers},
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(
                 total=deadline_s(request, self._settings) - time.monotonic(), connect=self._settings.connect_timeout_s
