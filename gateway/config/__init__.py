@@ -3,12 +3,10 @@
 A section goes to the stage it is named after and to nobody else; app.py hands them out.
 """
 
-from gateway.config.dialects import *
-from gateway.config.responses import *
+from gateway.config.apis import *
 from gateway.config.serving import *
 from gateway.config.settings import Settings as Settings
 from gateway.config.stages import *
-from gateway.config.stored import *
 from gateway.config.tenants import *
 from gateway.config.units import *
 from gateway.config.upstreams import *

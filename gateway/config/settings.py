@@ -5,11 +5,18 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from engine.config import SHORT_FLAGS, EngineSettings
-from gateway.config.dialects import AnthropicSettings, ApiSettings, EmbeddingSettings, GeminiSettings
-from gateway.config.responses import ResponseCacheSettings, SemanticCacheSettings
+from gateway.config.apis import (
+    AnthropicSettings,
+    ApiSettings,
+    BatchSettings,
+    EmbeddingSettings,
+    FileSettings,
+    GeminiSettings,
+    LeaseSettings,
+    StoredResponseSettings,
+)
 from gateway.config.serving import EnginesSettings, LogSettings, RedisSettings, ServerSettings
-from gateway.config.stages import PromptSettings, QueueSettings
-from gateway.config.stored import BatchSettings, FileSettings, LeaseSettings, StoredResponseSettings
+from gateway.config.stages import PromptSettings, QueueSettings, ResponseCacheSettings, SemanticCacheSettings
 from gateway.config.tenants import (
     EVERYBODY,
     PRIVATE,

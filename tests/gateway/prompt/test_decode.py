@@ -6,7 +6,6 @@ import json
 from itertools import combinations, pairwise
 
 import pytest
-import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
@@ -108,17 +107,6 @@ def test_no_character_is_ever_cut(model: Model, text: str) -> None:
     decoder = model.decoding.decoder(())
     for token in model.encode(text):
         assert "\ufffd" not in decoder.feed([token])
-
-
-@UNHURRIED
-@given(text=st.lists(st.sampled_from(("👩‍👩‍👧‍👦", "🇮🇸", "🏳️‍🌈", "👍🏽", "a", " ")), max_size=8).map("".join))
-def test_no_emoji_of_several_characters_is_ever_cut(text: str) -> None:
-    model = Model("llama3")
-    decoder = model.decoding.decoder(())
-    tokens = model.encode(text)
-    pieces = [*(decoder.feed([token]) for token in tokens), decoder.flush()]
-    assert "".join(pieces) == text
-    assert [sign for piece in pieces for sign in regex.findall(r"\X", piece)] == regex.findall(r"\X", text)
 
 
 def test_a_stop_string_that_is_an_emoji_ends_the_answer_at_once_and_nothing_stays_held_back() -> None:
