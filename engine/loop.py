@@ -115,10 +115,10 @@ class EngineLoop:
 
     def purge(self, prefix: str, deliver: Callable[[PurgeReport | None], None]) -> None:
         """Makes everything whose salt begins so unfindable, in all tiers. Calls `deliver` on the loop's thread when it
-        is gone from disk too and the index was told; with None when it cannot be done now. See Scheduler.purge."""
+        is gone from disk too and the index has it; with None when it cannot be done now. See Scheduler.purge."""
 
         def report_later(report: PurgeReport | None) -> None:
-            self._intake.post(partial(deliver, report))  # in a later turn: this one has not told the index yet
+            self._intake.post(partial(deliver, report))  # in a later turn: this one has not updated the index yet
 
         self._intake.post(partial(self._scheduler.purge, prefix, report_later))
 
@@ -283,7 +283,7 @@ class EngineLoop:
             self._decode_rate.add(decoded, now_s - began_s)
 
     def _publish(self) -> None:
-        """Blocks first: who reads the end of an answer finds its blocks in the index."""
+        """Blocks first: when a gateway reads the end of an answer, its blocks are in the index."""
         for events in self._tiers.residency.take():
             self._obey(partial(self._on_blocks, events), "a callback of the engine's loop")
         load, before = self._measure(), self._load

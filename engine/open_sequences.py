@@ -1,4 +1,4 @@
-"""Sequences that are not finished, by owner: what a step computed for them, what their owners are told, how they end.
+"""Sequences that are not finished, by owner: results of steps, updates for their owners, how they end.
 
 Sequences of one group are siblings if they really have the same prompt. The first of them computes it. The others wait
 for that, take its blocks, and sample from the same row of logits, each with its own seed; so does one that arrives
@@ -88,11 +88,11 @@ class OpenSequences:
         self._updates.setdefault(owner, []).append(update)
 
     def drop_updates(self, owner: str) -> None:
-        """It is gone, and is told nothing more."""
+        """Of an owner that is gone."""
         self._updates.pop(owner, None)
 
     def take_updates(self) -> dict[str, list[SequenceUpdate]]:
-        """What has to be told to each owner since the last call."""
+        """Updates for each owner since the last call."""
         updates, self._updates = self._updates, {}
         return updates
 

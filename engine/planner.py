@@ -32,7 +32,7 @@ hold blocks, and come to an end when they go on."""
 
 SHARED_PREFILL_TOKENS = 256
 """Prefilled for the online queue in one step while sequences of several tenants are in it; at least the grid and some.
-Each token of an answer, and the first one of whoever arrives, waits for the step that runs: with 1,024 tokens of
+Each token of an answer, and the first one of each arrival, waits for the step that runs: with 1,024 tokens of
 another tenant's prompts in it that is 0.3 to 0.5 s on two cores, with 256 a fourth."""
 
 
@@ -260,7 +260,7 @@ class Planner:
         self._queues.start(sequence)
         self._counters.forks += source is not None
         if sequence.cached_tokens is None:
-            # The prompt of siblings is told of as one: what was there before any of them computed it.
+            # Siblings report one prompt: what was there before any of them computed it.
             sequence.cached_tokens = sequence.num_computed if source is None else source.cached_tokens
             self._counters.prompt_tokens += sequence.num_prompt
             self._counters.cached_tokens += sequence.num_computed
@@ -274,7 +274,7 @@ class Planner:
         """Index and digest of the block that each running prefill computes next.
 
         A waiting sequence that could reuse such a block lets the other compute it. Digests are chained: where they
-        agree the prefixes agree, or somebody forged a collision and waits in vain for some steps. Batch prefills may be
+        agree the prefixes agree, or a forged collision waits in vain for some steps. Batch prefills may be
         starved for long, so the online lane does not wait for them.
         """
         found: list[tuple[int, bytes]] = []

@@ -123,7 +123,7 @@ class Publisher:
         self._heartbeat_s = heartbeat_s
         self._lease_ms = max(1, int(lease_s * 1000))
         self._blocks_key = blocks_key(hello.model, hello.incarnation)
-        self._pending: dict[bytes, bool] = {}  # digest -> is it in the table, for what Redis has not been told
+        self._pending: dict[bytes, bool] = {}  # digest -> is it in the table; not yet in Redis
         self._resync = True
         self._version = 0
         self._wake = asyncio.Event()
@@ -161,7 +161,7 @@ class Publisher:
         self._wake.set()
 
     async def settled(self) -> None:
-        """Returns when Redis has been told everything. Waits for as long as Redis is away."""
+        """Returns when Redis equals the table. Waits for as long as Redis is unreachable."""
         await self._settled.wait()
 
     async def close(self) -> None:
@@ -244,7 +244,7 @@ class Publisher:
             await pipe.execute()
 
     async def _heartbeat(self) -> None:
-        """Renews the lease, and finds out whether Redis still holds what it was told."""
+        """Renews the lease, and checks that Redis still holds what was written."""
         now, lease_s = time.time(), self._lease_ms / 1000
         async with asyncio.timeout(REDIS_TIMEOUT_S), self._redis.pipeline(transaction=False) as pipe:
             pipe.set(announcement_key(self._hello.incarnation), self._announcement, px=self._lease_ms)
@@ -256,7 +256,7 @@ class Publisher:
             pipe.hget(self._blocks_key, VERSION_FIELD.decode())
             *_, version = await pipe.execute()
         if not self._resync and (version is None or int(version) != self._version):
-            log.info("the index of this engine is not what Redis was told; it is written anew")
+            log.info("Redis lost writes of this engine's index (restart, eviction or failover); writing it anew")
             self._forget()
 
     def _hset(self, digests: list[bytes]) -> tuple[Any, ...]:

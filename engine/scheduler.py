@@ -7,8 +7,8 @@
               held -----' its grammar is compiled
 
 Pure bookkeeping: no threads, no clock, no model. engine/loop.py calls it from its one thread: schedule, then commit,
-fail or give_up, then take_updates. engine/planner.py decides who runs and preempts, engine/open_sequences.py takes
-what a step computed and ends sequences, engine/tables.py keeps their blocks, engine/leases/claims.py what their
+fail or give_up, then take_updates. engine/planner.py decides which sequences run, engine/open_sequences.py takes what
+a step computed and ends sequences, engine/tables.py keeps their blocks, engine/leases/claims.py what their
 breakpoints became.
 """
 
@@ -214,7 +214,7 @@ class Scheduler:
         return True
 
     def abort_owner(self, owner: str) -> int:
-        """Aborts everything that a gateway sent, and drops what was not yet told to it. Returns how many there were."""
+        """Aborts everything that a gateway sent, and drops its unsent updates. Returns how many there were."""
         sequences = self._sequences.of(owner)
         for sequence in sequences:
             self._sequences.end(sequence, "abort")
@@ -290,7 +290,7 @@ class Scheduler:
         self.counters.steps_given_up += 1
 
     def take_updates(self) -> dict[str, list[SequenceUpdate]]:
-        """What has to be told to each owner since the last call."""
+        """Updates for each owner since the last call."""
         return self._sequences.take_updates()
 
     # -- numbers ------------------------------------------------------------------------------------------------------

@@ -63,10 +63,10 @@ class Sequence:
     findable_tokens: int = 0  # leading tokens that could be reused when it arrived
     restored: bool = False  # lower tiers were asked for its prefix since it ran last
     num_queued: int = 0  # leading blocks that were handed over to be saved in lower tiers
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # found with the last tokens, and not told yet
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # found with the last tokens, and not reported yet
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its second token, its third, ...
     finish: FinishReason | None = None
-    origin: Origin = field(default_factory=Origin)  # what eviction is told of its blocks
+    origin: Origin = field(default_factory=Origin)  # of its blocks, for eviction
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +95,7 @@ class Siblings:
 
     size     how many there will be; `arrived` is how many there have been
     members  those that have not ended
-    row      logits behind the prompt, (vocab_size,), while somebody may still want them; the runner's
+    row      logits behind the prompt, (vocab_size,), while a sibling may still want them; the runner's
     """
 
     key: tuple[str, int]
@@ -120,7 +120,7 @@ class Siblings:
         return not sequence.num_generated and any(self.row is not None or not other.num_generated for other in running)
 
     def settle(self) -> None:
-        """One of them has its first token or has ended: the row is let go of when nobody waits for one any more."""
+        """One of them has its first token or has ended: the row is dropped when no sibling waits for it."""
         if self.arrived >= self.size and all(member.num_generated for member in self.members):
             self.row = None
 
@@ -142,7 +142,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The first `count` slots of a block go to a fresh one. The source is written by nobody before that."""
+    """The first `count` slots of a block go to a fresh one. Nothing is written to the source before that."""
 
     source: int
     target: int
@@ -212,7 +212,7 @@ class Counters:
     forks: int = 0  # sequences that took the prompt of a sibling, and computed nothing of it
     copied_blocks: int = 0  # that were shared when one of their sequences wrote into them
     steps: int = 0  # those that were given up among them
-    steps_given_up: int = 0  # because somebody came to the online lane
+    steps_given_up: int = 0  # because a sequence arrived in the online queue
     prompt_tokens: int = 0  # of sequences at their first admission
     cached_tokens: int = 0  # of those, reused
     prefilled_tokens: int = 0  # computed, recomputation after preemption included

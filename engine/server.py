@@ -101,7 +101,7 @@ class EngineServer:
         self._post(self._blocks_changed, events)
 
     def _post(self, call: Callable[..., None], *values: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has been closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the event loop has been closed, with all connections
             self._event_loop.call_soon_threadsafe(call, *values)
 
     def _blocks_changed(self, events: BlockEvents) -> None:
@@ -149,7 +149,7 @@ class EngineServer:
             prefix = json.loads(await request.read())["salt_prefix"]
         except (ValueError, TypeError, KeyError):
             prefix = None
-        # A scope's salt is made of fields that end so: half a name would be others' too, and nothing is everybody.
+        # A scope's salt is made of fields that end so: half a name would match others, an empty one all.
         if not isinstance(prefix, str) or not 1 < len(prefix) <= MOST_PREFIX_CHARS or not prefix.endswith(";"):
             raise web.HTTPBadRequest(text='the body should be {"salt_prefix": "..."}, a scope that ends with `;`')
         answer: asyncio.Future[PurgeReport | None] = self._event_loop.create_future()
@@ -210,7 +210,7 @@ class EngineServer:
                 raise ProtocolError(f"unexpected {type(other).__name__}")
 
     async def _hang_up_on_all(self, app: web.Application) -> None:
-        self.gateways.tell_load()  # whoever has not heard yet that this is on purpose
+        self.gateways.tell_load()  # with `draining` set, so that gateways know that this is on purpose
         for socket, gateway in list(self._sockets.items()):
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(gateway.sent(), CLOSE_TIMEOUT_S)  # how its last sequences ended
@@ -219,7 +219,7 @@ class EngineServer:
 
 SNAPSHOT_PART_BYTES: Final = 1 << 20
 LOAD_INTERVAL_S: Final = 0.1
-"""Gateways that a step did nothing for are told the load this often at most."""
+"""Gateways without updates in a step get the load this often at most."""
 
 
 class Gateway:
@@ -271,7 +271,7 @@ class Gateway:
 
 
 class Gateways:
-    """All connections, and the table of blocks that a new one is told first."""
+    """All connections, and the table of blocks that a new one gets first."""
 
     def __init__(self, hello: Hello, *, buffer_bytes: int) -> None:
         self.table = ResidencyTable()

@@ -87,7 +87,7 @@ async def serve(settings: EngineSettings, redis_url: str | None, ready: Callable
 
 
 def _check_address(settings: EngineSettings) -> None:
-    """An engine answers everybody who reaches it with any tenant's blocks, so on a network it wants a secret."""
+    """An engine answers every client with any tenant's blocks, so on a network it wants a secret."""
     host, _, port = settings.listen.rpartition(":")
     if settings.listen.startswith("unix:"):
         return
@@ -113,7 +113,7 @@ async def _listen(runner: web.AppRunner, settings: EngineSettings) -> str:
     if settings.listen.startswith("unix:"):
         path = _socket_file(settings.listen)
         await web.UnixSite(runner, path).start()
-        os.chmod(path, 0o600)  # whoever may connect may read every tenant's text
+        os.chmod(path, 0o600)  # a client that may connect may read every tenant's text
         return settings.advertise or f"unix:{path}"
     host, _, port = settings.listen.rpartition(":")
     await web.TCPSite(runner, host.strip("[]"), int(port)).start()
@@ -171,7 +171,7 @@ async def _drain(loop: EngineLoop, stop: asyncio.Event, drain_s: float) -> None:
     again = asyncio.ensure_future(stop.wait())
     await asyncio.wait({idle, again}, return_when=asyncio.FIRST_COMPLETED)
     if again.done():
-        loop.stop(0)  # wakes whoever waits for it to be idle
+        loop.stop(0)  # wakes the thread that waits for it to be idle
     again.cancel()
     await asyncio.wait({idle, again})
 

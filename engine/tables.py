@@ -193,7 +193,7 @@ class BlockTables:
             chain.broken = True
 
     def count_reusable(self, sequence: Sequence) -> int:
-        """Leading blocks that need not be computed, if somebody has them."""
+        """Leading blocks that need not be computed, if the pool has them."""
         return max(0, sequence.num_tokens - MIN_TAIL_TOKENS) // self.pool.block_size
 
     def _full(self, sequence: Sequence, num_blocks: int) -> Chain:

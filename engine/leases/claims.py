@@ -1,5 +1,5 @@
-"""The lease side of a sequence: the leases that its prompt uses, those that its breakpoints become, and what it is told
-about them.
+"""The lease side of a sequence: the leases that its prompt uses, those that its breakpoints become, and the figures
+that are reported about them.
 
 A breakpoint is granted as soon as the full blocks before it are registered: at admission if they were cached, else
 after the step that computed them. engine/leases/leases.py decides what is kept, engine/tables.py holds the sequence's
@@ -17,7 +17,7 @@ from engine.protocol import Breakpoint, SequenceUpdate
 from engine.sequence import Sequence
 
 MAX_READS: Final = 256
-"""Leases that a gateway is told of which one prompt begins with; the longest ones."""
+"""Leases that are reported of those which one prompt begins with; the longest ones."""
 
 
 @dataclass(slots=True)

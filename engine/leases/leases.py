@@ -164,7 +164,7 @@ class Leases:
         arrived_s: float,
         now: float,
     ) -> Lease:
-        """Keeps a prefix for ttl_s from the arrival of the request that asks for it. Whoever asks for the same again
+        """Keeps a prefix for ttl_s from the arrival of the request that asks for it. A request for the same again
         prolongs the same lease, by the longer of the two times.
 
         tokens   of the prefix, to the token

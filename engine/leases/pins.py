@@ -228,7 +228,7 @@ class Lease:
     """The promise to keep the first `tokens` tokens of a prompt until `expires_s`.
 
     digest       of the last full block among them; without one, see book.last_digest
-    tail         the tokens behind that block, TOKEN_BYTES each; they are recomputed by who reads the lease
+    tail         the tokens behind that block, TOKEN_BYTES each; recomputed by each reader of the lease
     fingerprint  of all the tokens: a digest may be made to stand for others
     state        kept; degraded to ordinary eviction; expired; or dropped, because there were too many
     tier         number of the pool in which `block` is pinned; block is None when nothing is
@@ -254,7 +254,7 @@ class Lease:
 
 
 def take_fingerprint(tokens: bytes) -> bytes:
-    """Of a run of tokens, TOKEN_BYTES each; nobody can find two runs that have the same one."""
+    """Of a run of tokens, TOKEN_BYTES each; collision-resistant."""
     return hashlib.blake2b(tokens, digest_size=32).digest()
 
 

@@ -9,7 +9,7 @@
                  evict, leaves first
 
     free    holds nothing that can be hit
-    cached  registered and held by nobody: can be hit, can be evicted once nothing cached hangs from it
+    cached  registered and held by no sequence: can be hit, can be evicted once nothing cached hangs from it
     live    held by at least one sequence, registered or not;  free + cached + live == num_blocks
     leased  cached or live, and neither it nor what it hangs from is evicted before its leases end
 
@@ -38,7 +38,7 @@ class BlockPool:
     except forget and check_invariants, which look at every registered block.
 
     prefixes  what can be found; registered blocks enter it and leave it here alone
-    policy    the order of eviction; who uses the pool tells it of requests (`begin`) and of the time (`advance`)
+    policy    the order of eviction; callers report requests (`begin`) and the time (`advance`) to it
     """
 
     def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
@@ -99,7 +99,7 @@ class BlockPool:
                 self._pin(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Gives back one reference to each block. A registered block that nobody holds any more stays cached, the
+        """Gives back one reference to each block. A registered block without references stays cached, the
         others are free. Blocks are let go from the end of the run, so its tail is evicted before its head."""
         refs = self._refs
         for block in reversed(blocks):

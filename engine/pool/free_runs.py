@@ -48,8 +48,8 @@ class FreeRuns:
         return bool(self._free[block + 1])
 
     def fits(self, count: int, after: int | None = None) -> bool:
-        """Whether `take` would answer with consecutive ids, and take nobody's room to grow for that. May miss a run
-        that is hardly longer than `count`."""
+        """Whether `take` would answer with consecutive ids, and take no sequence's room to grow for that. May miss a
+        run that is hardly longer than `count`."""
         if after is not None and self._free[after + 2] and self._length[after + 1] >= count:
             return True
         return bool(self._size) and self._suits(self._pick(count), count)
@@ -104,7 +104,7 @@ class FreeRuns:
         return length >= count and (length >= _LONG_RUN or not start or not self._references[start - 1])
 
     def _room(self, start: int, spare: int) -> int:
-        """How much of the spare ids is left to whoever ends right before a run; nobody ends before the first one."""
+        """How much of the spare ids is left to the sequence that ends right before a run; 0 before the first one."""
         if start and (self._references[start - 1] or spare >= _LONG_RUN):
             taken = len(self._references) - self._size
             return min(spare // 2, max(_ROOM_SHARE * taken, _LONG_RUN))

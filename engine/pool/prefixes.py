@@ -150,12 +150,12 @@ class Prefixes:
             self.children[parent] -= 1
         return parent
 
-    # -- what the index is told ---------------------------------------------------------------------------------------
+    # -- events for the index ----------------------------------------------------------------------------------------
 
     def take_events(self) -> BlockEvents:
         """What became findable and what ceased to be since the last call, net: a digest is in one run at most.
 
-        Whoever takes `removed` out and then puts `stored` in has the truth, and a prefix-closed table at every
+        A reader that takes `removed` out and then puts `stored` in has the truth, and a prefix-closed table at every
         moment in between: removed runs children first, stored parents first.
         """
         if not self._stored and not self._removed:

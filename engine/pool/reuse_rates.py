@@ -220,7 +220,7 @@ class Lifetimes:
         return self._records.get(digest) or Record(digest)
 
     def begin(self, record: Record, number: int, now: float) -> None:
-        """Nobody reads the block any more."""
+        """The block's last reader has released it."""
         if record.digest >= self._below:
             return
         if record.cohort is not None:
@@ -238,7 +238,7 @@ class Lifetimes:
             self._make_room(now)
 
     def end(self, record: Record, now: float) -> None:
-        """Somebody uses the block again. Nothing happens if no lifetime runs."""
+        """The block is used again. Nothing happens if no lifetime runs."""
         cohort = record.cohort
         if cohort is None:
             return

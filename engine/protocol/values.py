@@ -113,7 +113,7 @@ def blocks_key(model: str, incarnation: str) -> str:
 # -- what a gateway sends ----------------------------------------------------------------------------------------------
 
 Lane = Literal["online", "batch"]
-LANES: Final[tuple[Lane, ...]] = ("online", "batch")  # who is served first
+LANES: Final[tuple[Lane, ...]] = ("online", "batch")  # in the order of service
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Sampling:
     ignore_eos: bool = False
     min_tokens: int = 0  # before so many, no stop id and no end of text
     prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens; only where the cache is not used
-    logprobs: int | None = None  # likeliest tokens that are told of with each token; None tells of none, nor of itself
+    logprobs: int | None = None  # likeliest tokens reported with each token; None reports none, nor its own
 
     def to_json(self) -> dict[str, Any]:
         """What differs from the defaults."""

@@ -92,7 +92,7 @@ def claim(folder: Path, root: str, owner: str) -> OwnFolder:
     """The first folder of a namespace that no living engine has, so that an engine gets that of its predecessor. Waits
     for others that choose or look through at the moment. Raises OSError.
 
-    owner  what others read who find the folder in use, OWNER_BYTES at most
+    owner  what others read that find the folder in use, OWNER_BYTES at most
     """
     with choosing(folder):
         for number in range(MOST_ENGINES):

@@ -199,7 +199,7 @@ class DiskStore:
 
     @property
     def _own(self) -> Path:
-        """This engine's folder; another one when somebody has deleted it. Raises OSError when there is none to be
+        """This engine's folder; another one when it was deleted. Raises OSError when there is none to be
         had."""
         if self._claimed is not None and not self._claimed.is_held:
             self.close()

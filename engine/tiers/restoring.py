@@ -151,7 +151,7 @@ class Restoring:
             holder = pool.register(block, job.parent, key.salt, key.digest, key.tokens) if trusted else None
             if holder is None:
                 break
-            if holder != block:  # somebody computed it meanwhile
+            if holder != block:  # another sequence computed it meanwhile
                 pool.acquire([holder])
                 job.above.append(holder)
             job.parent = holder

@@ -20,7 +20,7 @@ from engine.tiers.copying import BlockKey, Copied, Fence, copy_blocks
 from engine.tiers.tier import COPY_LIMIT_S, Account, Chain, Tier, overdue
 
 SAVING_SHARE: Final = 0.25
-"""Of its time a tier's thread saves while steps run: a copy takes a core, or a part of one, from somebody."""
+"""Of its time a tier's thread saves while steps run: a copy takes a core, or a part of one, from the steps."""
 
 CHAINS_AT_ONCE: Final = 16
 """Chains looked at in one turn of the loop: most have been saved already."""
@@ -36,7 +36,7 @@ class _Save:
     resume_s  when the next part may begin, if steps run then; None while a part is being copied
     slots   and
     blocks  of the part that is being copied, each with a reference, and
-    keys    who they are
+    keys    their identities
     fence   before the source's blocks, until
     deadline_s, when they are given back
     """

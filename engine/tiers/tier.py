@@ -78,7 +78,7 @@ class Lasting:
 
     folder     its store
     order      the eviction policy of its pool
-    max_age_s  after which a block that nobody used goes
+    max_age_s  after which an unused block goes
     """
 
     folder: DiskStore
@@ -172,7 +172,7 @@ class PurgeReport:
 
 
 class Account:
-    """Sees to it that whatever a lower tier's pool does is told to the index, to the store and to the leases.
+    """Reports what a lower tier's pool does to the index, to the store and to the leases.
 
     on_lost  called with the number of a lower tier that was made to forget blocks
     now      monotonic second of the loop's present turn

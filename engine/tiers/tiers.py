@@ -6,7 +6,7 @@
                  restore, before a sequence that needs it is admitted
 
 Tiers are inclusive: a saved block stays where it was. Each lower tier is a BlockPool that keeps the account of its
-slots (what each holds, what is evicted next, verified when it is found) and a store that has the bytes. Whoever copies
+slots (what each holds, what is evicted next, verified when it is found) and a store that has the bytes. A copy
 holds references on both sides meanwhile, so neither side can change, and a block becomes findable when it is whole.
 
     save     chain queued -> slots allocated, blocks referenced -> copied by the tier's thread -> registered, released
@@ -65,7 +65,7 @@ class Tiers:
         self._lease_saving: LeaseSaving | None = None
 
     def listen(self, leases: Leases) -> None:
-        """These are told what was saved and what was lost, and are kept on disk where a tier has a file for them."""
+        """Leases follow what was saved and what was lost, and are kept on disk where a tier has a file for them."""
         self._leases = leases
         self._saving.on_saved, self._account.on_lost = leases.saved, leases.drop_lost
         for tier in self.lower:
@@ -188,7 +188,7 @@ class Tiers:
         return sum(now < job.deadline_s for job in self._restoring.jobs)
 
     def is_restoring(self, digests: Sequence[bytes], now: float) -> bool:
-        """Whether the next blocks of a prefix are on their way, for whomever."""
+        """Whether the next blocks of a prefix are on their way, for any sequence."""
         for job in self._restoring.jobs:
             if not job.over and job.index < len(digests) and digests[job.index] == job.chain.digests[job.index]:
                 return now < job.deadline_s
@@ -219,7 +219,7 @@ class Tiers:
 
     @property
     def owner(self) -> str | None:
-        """Of the folder of blocks, as other engines that share it are told; None when nothing is on disk."""
+        """Of the folder of blocks, as other engines that share it report it; None when nothing is on disk."""
         return next((tier.lasting.folder.owner for tier in self.lower if tier.lasting is not None), None)
 
     def purge(self, prefix: str, report: PurgeReport, done: Callable[[PurgeReport], object]) -> None:

@@ -1,4 +1,4 @@
-"""What a tier needs whose blocks outlive the engine: taking over what the last run left, an end for what nobody used
+"""What a tier needs whose blocks outlive the engine: taking over what the last run left, an end for what was not used
 for `disk_max_age_s`, and purges of a tenant or a namespace.
 
 There is one clock, that of the loop. A file's time becomes an age when the engine starts; from then on the pool knows
