@@ -118,7 +118,7 @@ def _accepts(schema: JsonSchema, more: str) -> str:
     elif high is not None and high >= _UNLIMITED:
         kind_text += f" from {low}" if low >= 0 else ""
     elif high is not None:
-        kind_text += f" {low:g} to {high:g}"
+        kind_text += f" {low} to {high}"
     return kind_text + more
 
 

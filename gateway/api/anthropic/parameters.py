@@ -123,11 +123,11 @@ MESSAGES: Final = table(
         "`format`: what the answer has to be. `effort` has no effect: the model works as it was made to.",
     ),
     used("output_format", check_format, "object: `type` `json_schema`, `schema`", "Older: `output_config.format`."),
-    no_effect(
+    used(
         "thinking",
         thinking,
         "object: `type` `enabled` with `budget_tokens`, `adaptive`, `between_tools` or `disabled`",
-        "The model thinks as it was made to, in its text.",
+        "Checked, also against other parameters. The model thinks as it was made to, in its text.",
     ),
     no_effect("metadata", record(user_id=text(512)), "object: `user_id`", "The key says which tenant it is."),
     used(

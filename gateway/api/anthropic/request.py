@@ -50,6 +50,10 @@ def parse_message(
     max_tokens, stream = values["max_tokens"], values.get("stream", False)
     if not max_tokens:
         _check_prewarm(values)
+    elif (budget := values.get("thinking", {}).get("budget_tokens", 0)) >= max_tokens:
+        raise invalid("thinking.budget_tokens", "`max_tokens` must be greater than `thinking.budget_tokens`")
+    elif budget and _forced(values):
+        raise invalid("thinking", "thinking may not be enabled when `tool_choice` forces tool use")
     if values["messages"][-1].role == "assistant" and (_forced(values) or _format(values) is not None):
         raise invalid(
             "messages", "an answer that goes on with the last message is text, and nothing else can be forced"
@@ -151,6 +155,7 @@ def _check_prewarm(values: dict[str, Any]) -> None:
     """Refuses what makes no sense without generated tokens."""
     refused = {
         "stream": values.get("stream", False),
+        "thinking": values.get("thinking", {}).get("type") in ("enabled", "adaptive", "between_tools"),
         "tool_choice": _forced(values),
         "output_config.format": _format(values) is not None,
     }

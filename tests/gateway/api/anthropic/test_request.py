@@ -86,7 +86,12 @@ def test_sampling_parameters_are_of_the_older_version_alone() -> None:
         ({"stop_sequences": ["a"] * 65}, "stop_sequences: array too long."),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: Field required"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "thinking.budget_tokens: integer below minimum"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 2000},
+            "thinking.budget_tokens: `max_tokens` must be greater",
+        ),
         ({"thinking": {"type": "always"}}, "thinking.type: 'always' is not one of"),
+        ({"max_tokens": 0, "thinking": {"type": "adaptive"}}, "thinking: it is not possible together"),
         ({"inference_geo": "eu"}, "inference_geo: Where the models run is up to the operator."),
         ({"container": "c"}, "container: There are no containers."),
         ({"max_tokens": 0, "stream": True}, "stream: it is not possible together with `max_tokens` 0"),
