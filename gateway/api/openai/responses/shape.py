@@ -41,12 +41,13 @@ class ResponseShape(Shape):
         *,
         leases: LeaseSettings,
         generated: Callable[[], int],
-        tier: Tier = "default",
-        diagnose: Diagnose | None = None,
+        tier: Tier,
+        diagnose: Diagnose | None,
     ) -> None:
         """`generated` is how many tokens it has so far, for one that does not come to its end. `tier` is the one
         served."""
         self.response = new_response(query, token, tier, leases)
+        self.output: list[Item] = self.response["output"]
         self.begun = False
         self._prewarm = query.values.get("prompt_cache_options", {}).get("prewarm", False)
         self._leases = leases
@@ -59,11 +60,6 @@ class ResponseShape(Shape):
         self._reason: FinishReason = "stop"
         self._prompt: Usage | None = None  # of a stream that has begun
         self._open: _Open | None = None
-
-    @property
-    def output(self) -> list[Item]:
-        output: list[Item] = self.response["output"]
-        return output
 
     # -- a stream ---------------------------------------------------------------------------------------------------
 
@@ -122,12 +118,19 @@ class ResponseShape(Shape):
 
     def take(self, answer: Answer) -> None:
         """The whole answer, when nothing is streamed; `finish` makes it the response."""
-        for delta in _pieces(answer):
-            if isinstance(delta, TextDelta):
-                self.text(0, delta)
-            else:
-                self.call(0, delta)
+        done = 0
+        for number, call in enumerate(answer.calls):  # where they were in the text
+            self._take_text(answer, done, call.offset)
+            self.call(0, CallDelta(number, call.name, call.arguments))
+            done = call.offset
+        self._take_text(answer, done, None)
         self.closing(0, Finished(answer.reason, answer.usage))
+
+    def _take_text(self, answer: Answer, start: int, end: int | None) -> None:
+        """The text between two places, if there is any."""
+        scored = tuple(one for one in answer.scored or () if start <= one.offset and (end is None or one.offset < end))
+        if (text := answer.text[start:end]) or scored:
+            self.text(0, TextDelta(text, scored))
 
     def finish(self, usage: Usage) -> None:
         """The response is complete, or cut."""
@@ -215,24 +218,6 @@ class _Open(NamedTuple):
     tool: Declared | None
     texts: list[str]
     scored: list[dict[str, Any]]
-
-
-def _pieces(answer: Answer) -> list[TextDelta | CallDelta]:
-    """The deltas of a stream with as few as possible: calls are where they were in the text."""
-    deltas: list[TextDelta | CallDelta] = []
-    done = 0
-    for number, call in enumerate(answer.calls):
-        deltas += _texts_between(answer, done, call.offset)
-        deltas.append(CallDelta(number, call.name, call.arguments))
-        done = call.offset
-    return [*deltas, *_texts_between(answer, done, None)]
-
-
-def _texts_between(answer: Answer, start: int, end: int | None) -> list[TextDelta]:
-    """The text between two places, if there is any."""
-    scored = tuple(one for one in answer.scored or () if start <= one.offset and (end is None or one.offset < end))
-    text = answer.text[start:end]
-    return [TextDelta(text, scored)] if text or scored else []
 
 
 # -- the response object -----------------------------------------------------------------------------------------------
