@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from engine.planner import BATCH_TURN_STEPS
 from tests.fakes.scheduler_bench import Bench, expected, make, prompt
 
@@ -74,24 +71,6 @@ def test_prefills_of_the_batch_lane_are_cut_small_and_on_the_grid() -> None:
     bench.runner.steps.clear()
     bench.finish()
     assert bench.runner.steps == [[(3, 0, 100, True)]]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 70), st.integers(0, 40), st.sampled_from([16, 18, 24]))
-def test_a_batch_prefill_goes_on_beside_online_decodes(length: int, held: int, grid: int) -> None:
-    """Whatever is cached, there is a place to cut within what it gets of a step."""
-    bench = make(num_blocks=300, step_tokens=64, batch_step_tokens=16, prefill_grid_tokens=grid)
-    bench.submit(1, prompt(min(held, length), 3), max_tokens=1)
-    bench.finish()
-    bench.submit(2, prompt(10, 1), max_tokens=200)
-    bench.step()
-    bench.submit(3, prompt(length, 3), lane="batch", max_tokens=3)
-    bench.runner.steps.clear()
-    while not bench.answer(3):
-        bench.step()
-        assert 3 in seqs(bench)[-1]
-    bench.finish()
-    assert bench.answer(3) == expected(prompt(length, 3), 3)
 
 
 def test_what_a_preempted_batch_sequence_leased_is_kept_and_read_by_it_again() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.sequence import Status
+from engine.sequence import MASK_LATE, Status, Step
 from tests.fakes.scheduler_bench import SIZE, Bench, expected, make, prompt
 
 GROUP = (1, 8)
@@ -299,3 +299,18 @@ def test_logits_are_kept_no_longer_than_somebody_may_want_them() -> None:
     assert siblings.row is None
     bench.finish()
     assert first.status is Status.FINISHED
+
+
+def test_a_fork_whose_mask_is_late_samples_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make()
+    ask(bench, range(2), prompt(15))
+    run, late = bench.runner.run, iter([True])
+
+    def run_late(step: Step) -> list[int | None]:
+        results = run(step)
+        return [*results[:-1], MASK_LATE] if step.forks and next(late, False) else results
+
+    monkeypatch.setattr(bench.runner, "run", run_late)
+    bench.finish()
+    check(bench, range(2), prompt(15))
+    assert bench.scheduler.counters.forks == 1

@@ -76,19 +76,6 @@ def test_a_large_prompt_is_not_passed_for_ever_by_small_ones_of_other_tenants() 
     bench.finish()
 
 
-def test_a_prefill_that_never_fits_beside_decodes_is_not_starved_by_small_ones_of_others() -> None:
-    bench = make(num_blocks=400, step_tokens=24, prefill_grid_tokens=16, max_sequences=20, context_tokens=1000)
-    for seq in range(10):
-        bench.submit(seq, prompt(4, seq), tenant="small", max_tokens=300)
-    for _ in range(10):
-        bench.step()
-    bench.submit(50, prompt(100, 3), tenant="large", max_tokens=1)
-    for seq in range(100, 300):
-        bench.submit(seq, prompt(6, seq), tenant="other", max_tokens=1)
-    assert steps_until(bench, 50) <= 30
-    bench.finish()
-
-
 def prefilled(bench: Bench) -> list[int]:
     """Of each step, the tokens that it prefilled."""
     return [sum(count for _, _, count, _ in step if count > 1) for step in bench.runner.steps]
