@@ -109,7 +109,7 @@ async def test_compressed_bodies_are_understood() -> None:
     ("encoding", "data", "expected"),
     [
         ("gzip", BODY, 400),
-        ("gzip", gzip.compress(BODY)[:-9], 400),
+        ("gzip", gzip.compress(BODY, mtime=0)[:-9], 400),
         ("gzip", b"", 400),
         ("deflate", b"\x00", 400),
         ("br", BODY, 400),
@@ -120,8 +120,8 @@ async def test_compressed_bodies_are_understood() -> None:
         ("zstd", compress(b" " * 2001), 413),
         ("zstd", compress(b" " * 500_000_000), 413),
         ("gzip, gzip", BODY, 400),
-        ("gzip", gzip.compress(b" " * 2001), 413),
-        ("gzip", gzip.compress(b" " * 50_000_000), 413),
+        ("gzip", gzip.compress(b" " * 2001, mtime=0), 413),
+        ("gzip", gzip.compress(b" " * 50_000_000, mtime=0), 413),
     ],
 )
 async def test_bad_and_exploding_compressed_bodies_are_refused(encoding: str, data: bytes, expected: int) -> None:

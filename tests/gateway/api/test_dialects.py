@@ -9,7 +9,7 @@ import pytest
 
 from gateway import errors
 from gateway.api.dialect import Dialect
-from gateway.api.fields import Parameter, boolean, in_url, integer, number, read_query
+from gateway.api.fields import Check, Parameter, boolean, in_url, integer, number, read_query
 from gateway.api.middleware import DIALECTS
 from gateway.errors import BadRequestError, KvasirError
 
@@ -54,7 +54,7 @@ def test_the_docs_show_where_a_dialect_puts_its_key(dialect: Dialect) -> None:
         (number(0, 1), "1E-2", 0.01),
         (boolean, "true", True),
     ],
-    ids=str,
+    ids=lambda given: given.schema["type"] if isinstance(given, Check) else str(given),
 )
 def test_a_parameter_of_a_url_is_what_is_written(check: Any, written: str, value: Any) -> None:
     table = {"a": Parameter("a", in_url(check), "-", "-")}

@@ -151,8 +151,8 @@ async def test_what_fails_after_the_first_token_is_counted_with_its_own_status()
     [
         ("br", b"{}", 400, "request_body_encoding_unsupported"),
         ("gzip", b"{}", 400, "request_body_encoding_invalid"),
-        ("gzip", gzip.compress(b"{}")[:-9], 400, "request_body_encoding_invalid"),
-        ("gzip", gzip.compress(b" " * 3000), 413, "request_body_too_large_after_decoding"),
+        ("gzip", gzip.compress(b"{}", mtime=0)[:-9], 400, "request_body_encoding_invalid"),
+        ("gzip", gzip.compress(b" " * 3000, mtime=0), 413, "request_body_too_large_after_decoding"),
     ],
 )
 async def test_what_is_wrong_with_a_compressed_body_has_a_code(
