@@ -427,7 +427,7 @@ class Fuzz:
         for lease in sorted(self.kept, key=lambda lease: lease.number):
             wanted = self.leased[lease.fingerprint]
             tokens = wanted + [self.rng.randrange(VOCAB) for _ in range(MIN_TAIL_TOKENS + 1)]
-            fits = len(tokens) < min(bench.scheduler._limits.context_tokens, bench.pool.num_blocks * SIZE)
+            fits = len(tokens) < min(bench.scheduler._context_tokens, bench.pool.num_blocks * SIZE)
             if lease.state != "kept" or lease.expires_s < bench.now + 2 or not fits:
                 continue
             if not self.is_honest(lease) or not self.is_sound(lease):

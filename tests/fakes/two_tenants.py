@@ -143,7 +143,6 @@ class House:
             index=self.index,
             registry=Registry(self.engines),
             queue=SlotQueue[Any](QueueSettings()),
-            max_attempts=1,
             responses=self.responses,
         )
 

@@ -107,7 +107,7 @@ def waiting(upstreams: RememberedUpstreams) -> int:
 
 async def read(upstreams: RememberedUpstreams, request: UpstreamRequest) -> bytes:
     async with upstreams.answer(request) as answer:
-        return b"".join([piece async for piece in answer.pieces])
+        return b"".join([piece async for piece in answer.chunks])
 
 
 async def begin(upstreams: RememberedUpstreams, *requests: UpstreamRequest) -> list[asyncio.Task[bytes]]:
