@@ -54,6 +54,7 @@ class WorkingEngine:
     load: Load = field(default_factory=Load)
     held: set[bytes] = field(default_factory=set)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)  # tenant -> before its first token
+    prefilling: dict[str, int] = field(default_factory=dict)
     log: list[Any] = field(default_factory=list)
 
     @property
