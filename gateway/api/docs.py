@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -29,22 +30,29 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 class Docs:
-    """Holds the two pages."""
+    """Holds the two pages, each written when it is first read."""
 
     def __init__(self, routes: Mapping[str, Sequence[Route]], dialects: Sequence[Dialect], version: str) -> None:
         """`routes` are those of all dialects, and the gateway's own without these two."""
         own = [*routes.get(OWN, ()), *self._own()]
         self.routes: dict[str, Sequence[Route]] = {**routes, OWN: own}
         """With these two."""
-        listed = {name: [route for route in own if not route.refuses] for name, own in self.routes.items()}
-        self._openapi = orjson.dumps(document(listed, dialects, version))
-        self._page = _page(listed, dialects, version)
+        self._listed = {name: [route for route in own if not route.refuses] for name, own in self.routes.items()}
+        self._dialects, self._version = dialects, version
 
     def _own(self) -> list[Route]:
         return [
             Route("GET", "/openapi.json", self.openapi, "All routes as an OpenAPI 3.1 document.", key="none"),
             Route("GET", "/docs", self.page, "All routes as a page to read.", media=(HTML,), key="none"),
         ]
+
+    @cached_property
+    def _openapi(self) -> bytes:
+        return orjson.dumps(document(self._listed, self._dialects, self._version))
+
+    @cached_property
+    def _page(self) -> str:
+        return _page(self._listed, self._dialects, self._version)
 
     async def openapi(self, http: web.Request) -> web.Response:
         """GET /openapi.json"""

@@ -12,7 +12,9 @@ _Section = TypeVar("_Section", bound=Section)
 def tuned(section: type[_Section], **values: Any) -> _Section:
     """Settings of `section` with these values, of which some are constants of it."""
     fields = {name: value for name, value in values.items() if name in section.model_fields}
-    changed: Any = type(section.__name__, (section,), {"__module__": __name__})
+    changed: Any = type(
+        section.__name__, (section,), {"__module__": __name__, "model_config": {"use_attribute_docstrings": False}}
+    )
     for name in values.keys() - fields.keys():
         assert hasattr(section, name), f"{section.__name__} has no constant {name}"
         setattr(changed, name, values[name])
