@@ -95,6 +95,7 @@ def test_a_schema_is_kept_with_required_properties_first(server: Server) -> None
         ask(server, "How many?", output_config={"format": {"type": "json_schema", "schema": wrong}})
 
 
+@pytest.mark.slow
 def test_as_much_as_the_context_has_room_for(server: Server) -> None:
     window = server.anthropic().models.retrieve("demo").max_input_tokens
     assert window is not None

@@ -61,6 +61,7 @@ def ready(server: Server, count: int) -> bool:
     return len([engine for engine in server.get("/admin/stats")["engines"] if engine["state"] == "ready"]) == count
 
 
+@pytest.mark.slow
 def test_two_gateways_find_an_engine_in_redis_and_share_its_blocks(tmp_path: Path, own_redis: RedisProcess) -> None:
     secret = ("--engine-secret", "between-us")
     shared = ("--redis-url", own_redis.url)
@@ -107,6 +108,7 @@ def test_an_engine_with_a_secret_turns_others_away(tmp_path: Path) -> None:
             assert not [line for line in gateway.lines + engine.lines if "between-us" in line or "guessed" in line]
 
 
+@pytest.mark.slow
 def test_a_redis_that_is_not_there_costs_one_warning_and_is_used_when_it_comes(tmp_path: Path) -> None:
     folder = tmp_path / "redis"
     folder.mkdir()
@@ -127,6 +129,7 @@ def test_a_redis_that_is_not_there_costs_one_warning_and_is_used_when_it_comes(t
             )
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_stops_the_start_and_says_why(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(TimeoutError) as ended, Server(tmp_path / "serve", "--model", str(tmp_path / "empty")):

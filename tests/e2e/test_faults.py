@@ -185,6 +185,7 @@ async def test_wrong_methods_and_unknown_paths_say_what_would_be_right(server: S
             assert (await answer.json())["error"]["code"] == "unknown_url"
 
 
+@pytest.mark.slow
 async def test_an_engine_killed_mid_stream_ends_streams_with_an_error_and_comes_back(tmp_path: Path) -> None:
     with Server(tmp_path, "--engines", "2", "--threads", "1", "--kv-cache-bytes", str(32 << 20)) as server:
         async with server.async_client() as client:
@@ -261,6 +262,7 @@ async def test_killing_an_engine_before_the_first_token_is_not_noticed(tmp_path:
         assert float(retries[1]) >= 1
 
 
+@pytest.mark.slow
 async def test_a_terminated_server_ends_by_itself_with_what_it_started(tmp_path: Path) -> None:
     with Server(tmp_path, "--kv-cache-bytes", str(32 << 20)) as server:
         started = server.children("")

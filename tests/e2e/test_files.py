@@ -34,6 +34,7 @@ def connected(server: Server) -> socket.socket:
     return socket.create_connection((url.hostname, url.port), 30)
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_killed_in_an_upload_leaves_what_was_kept_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     with Server(tmp_path, command="gateway") as first:
@@ -55,6 +56,7 @@ def test_a_gateway_that_is_killed_in_an_upload_leaves_what_was_kept_and_nothing_
             assert answer.read() == b"kept"
 
 
+@pytest.mark.slow
 def test_two_gateways_on_one_folder_have_the_same_files(tmp_path: Path) -> None:
     shared = ("--files-folder", str(tmp_path / "shared"))
     with (

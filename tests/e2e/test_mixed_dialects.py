@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import anthropic
 import openai
+import pytest
 import regex
 from google import genai
 
@@ -171,6 +172,7 @@ async def joined(app: App, number: int) -> str:
     return text
 
 
+@pytest.mark.slow
 async def test_fifty_streams_of_all_dialects_at_once_equal_their_whole_answers(server: Server) -> None:
     async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
         sdk = await stack.enter_async_context(server.async_client())

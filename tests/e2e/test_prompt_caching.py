@@ -166,6 +166,7 @@ def test_past_the_budget_a_lease_degrades_and_says_so(no_room: Server) -> None:
     assert details(again)[0] > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk_bytes", [0, pytest.param(256 << 20, marks=pytest.mark.slow)])
 def test_what_is_leased_outlives_a_flood_until_its_time_is_over(tmp_path: Path, disk_bytes: int) -> None:
     shares = ("--engine-lease-share", "0.8", "--engine-lease-tenant-share", "0.8", "--leases-ttls", "5m,3s")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from tests.e2e.conftest import TENANTS
 from tests.fakes.server import Server
@@ -38,6 +39,7 @@ def purge(server: Server, **chosen: str) -> tuple[int, Any]:
         return error.code, orjson.loads(error.read())
 
 
+@pytest.mark.slow
 def test_a_purged_tenant_finds_nothing_and_another_one_all_of_its_own(tmp_path: Path) -> None:
     flags = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32")
     with Server(tmp_path / "data", *flags, config=TENANTS) as server:

@@ -119,6 +119,7 @@ def test_an_answer_is_words_with_blanks_between_them(tokeniser: Any, model: Any)
     assert sum(map(len, words)) / len(words) < 12
 
 
+@pytest.mark.slow
 def test_it_still_speaks_after_four_thousand_tokens(tokeniser: Any, model: Any) -> None:
     turn = "Mr. Bingley was good-looking and gentlemanlike; he had a pleasant countenance, and easy manners. "
     messages = [{"role": "user", "content": turn * 200}]

@@ -63,6 +63,7 @@ def record_rows(bench: Bench) -> dict[tuple[int, int], bytes]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("length", [3, 45, 48, 300])
 def test_eight_answers_that_fork_are_those_of_eight_requests(

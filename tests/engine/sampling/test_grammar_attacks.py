@@ -73,6 +73,7 @@ def attack(sizes: tuple[int, ...]) -> None:
             assert end.finish != "error" or end.error, grammar.text[:80]
 
 
+@pytest.mark.slow
 def test_no_grammar_of_one_tenant_ends_the_engine_or_stops_anothers_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_pool, "COMPILE_S", 0.3)
     attack(FEW)

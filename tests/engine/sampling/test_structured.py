@@ -141,6 +141,7 @@ def check_all(desk: Desk, wanted: list[Any], seeds: int, least: float) -> None:
     assert ended >= least * len(runs)
 
 
+@pytest.mark.slow
 def test_every_output_under_a_schema_parses_and_validates(desk: Desk) -> None:
     check_all(desk, [*HARD.values(), *generated(20)], seeds=1, least=0.8)
 
@@ -160,6 +161,7 @@ def test_a_schema_that_cannot_be_carried_out_is_refused_with_its_path(desk: Desk
     assert desk.loop.stats()["refused"] == 1
 
 
+@pytest.mark.slow
 def test_constrained_and_free_sequences_share_steps_and_get_what_they_get_alone() -> None:
     model = load_model(EngineSettings(threads=1, dtype="float32"))  # in bfloat16 some processors round by batch size
     grammar = Grammar("json_schema", json.dumps(HARD["recursion through the root"]))

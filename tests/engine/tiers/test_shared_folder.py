@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -137,6 +138,7 @@ COMMAND = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(commands=st.lists(COMMAND, min_size=5, max_size=30), disk=st.sampled_from([6, 20, 60]))
 def test_two_engines_whatever_they_do_lose_nothing_to_each_other(

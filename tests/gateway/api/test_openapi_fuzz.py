@@ -155,6 +155,7 @@ def test_five_thousand_requests_have_an_answer_in_the_shape_of_their_dialect() -
     assert sum(fuzz_pipeline(5000).values()) >= 5000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["demo", "mistral"])
 def test_the_same_holds_with_all_stages_between(template: str) -> None:
     assert fuzz_engine(60, tool_templates.ALL[template]())["openai 200"]

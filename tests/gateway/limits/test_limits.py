@@ -176,6 +176,7 @@ _steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(_steps, st.sampled_from([60, 20, 1, 0.001]))
 def test_in_no_stretch_of_time_more_is_let_in_than_a_bursts_worth_and_what_flows_in(
     steps: list[tuple[int, int, int]], burst_s: float
@@ -200,6 +201,7 @@ def test_in_no_stretch_of_time_more_is_let_in_than_a_bursts_worth_and_what_flows
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @given(_steps)
 def test_however_much_is_set_aside_no_more_is_used_from_the_start_on_than_may_be(
     steps: list[tuple[int, int, int]],
@@ -225,6 +227,7 @@ def test_however_much_is_set_aside_no_more_is_used_from_the_start_on_than_may_be
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @given(_steps, st.sampled_from([60, 7]))
 def test_who_waits_as_long_as_it_is_told_is_let_in(steps: list[tuple[int, int, int]], burst_s: float) -> None:
     """And not before: a millisecond is the least that is told."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -203,6 +204,7 @@ def test_twice_the_weight_has_twice_the_time() -> None:
 COMES_OR_ENDS = st.one_of(st.none(), st.tuples(st.sampled_from("abc"), st.integers(0, 4000), st.integers(1, 8)))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(COMES_OR_ENDS, max_size=120))
 def test_tenants_have_the_same_however_their_requests_arrive(events: list[tuple[str, int, int] | None]) -> None:
@@ -239,6 +241,7 @@ def test_tenants_have_the_same_however_their_requests_arrive(events: list[tuple[
                 assert abs(ahead - began) <= largest[one] + largest[other] + 1e-9
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.integers(100, 5000), st.integers(1, 50), st.floats(0.01, 1.0))
 def test_nobody_waits_behind_newcomers_for_longer_than_aging_allows(tokens: int, short: int, aging: float) -> None:

@@ -360,6 +360,7 @@ async def test_pages_say_whether_there_are_more(lane: Lane) -> None:
 MIXED = [*rows(5), {"id": "f", "fail": True}, {"id": "again", "again": 1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_files", "behind", "stride"),
     [(True, True, 1), (True, False, 3), (False, True, 3), (False, False, 3)],

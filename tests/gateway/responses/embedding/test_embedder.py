@@ -206,6 +206,7 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(requests=REQUESTS, threads=st.integers(1, 3), batch_tokens=st.integers(1, 12), rounds=st.integers(0, 20))
 def test_whatever_comes_and_leaves_every_text_is_computed_once_at_most(
