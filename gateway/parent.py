@@ -1,0 +1,75 @@
+"""What a worker of a gateway has of the process that started it (workers.py): its place, its sockets, and answers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway import tasks
+from gateway.config import Settings
+from gateway.errors import OverloadedError
+from gateway.peer import Peer
+
+log = logging.getLogger(__name__)
+
+ASK_S: Final = 5.0
+"""For the parent to answer, which asks all workers first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a worker is told: its part of the settings, and what its parent runs for all.
+
+    own_engines  whether that is `kvasir serve`
+    engine_urls  name -> URL of the engines that it runs
+    joined       URLs of engines that other workers have, when this one is started
+    """
+
+    settings: Settings
+    own_engines: bool
+    redis_url: str
+    engine_urls: Mapping[str, str]
+    joined: frozenset[str] = frozenset()
+
+
+class Parent:
+    """The way to it. `sockets` are to be listened on."""
+
+    def __init__(self, place: Place, sockets: Sequence[socket.socket], end: socket.socket) -> None:
+        """`end` is that of the socket between the two."""
+        self.place = place
+        self.sockets = sockets
+        self._end = end
+        self._snapshot: Callable[[], Mapping[str, Any]] = dict
+        self._peer = Peer(self._answer)
+
+    async def connect(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
+        """`snapshot` is what it is told when it asks what this worker has counted."""
+        self._snapshot = snapshot
+        await self._peer.connect(self._end)
+
+    async def close(self) -> None:
+        await self._peer.close()
+
+    async def listening(self) -> None:
+        """Tells it that requests are answered. Raises ConnectionError and TimeoutError: it is gone, then."""
+        await self._peer.ask("up", timeout_s=ASK_S)
+
+    def say(self, text: str) -> None:
+        """Tells it a text for the operator."""
+        tasks.spawn(self._peer.ask("say", text, timeout_s=ASK_S), name="say what runs")
+
+    async def total(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """What all workers have counted, given the snapshot of this one. Raises OverloadedError."""
+        try:
+            total: dict[str, Any] = await self._peer.ask("total", own, timeout_s=ASK_S)
+        except (OSError, TimeoutError) as error:
+            log.warning("the other workers of this gateway cannot be asked: %s", error or type(error).__name__)
+            raise OverloadedError("The figures of all workers are not to be had at the moment.") from error
+        return total
+
+    async def _answer(self, what: str, value: Any) -> Any:
+        return self._snapshot()
