@@ -1,0 +1,402 @@
+"""Keeps leased prefixes in the cache of a replica, which knows no leases.
+
+These servers evict what was used longest ago. A request of one token that begins with a prefix moves its blocks to the
+recent end. So it is touched before so much was stored that its blocks are next: after a third of what is neither live
+nor leased, counted in tokens, not by the clock. A user's request that begins with it counts as a touch. What was
+evicted all the same, as KV events say, or is gone with a restart, is computed again by a touch in idle time.
+
+One touch at a time for each replica, with a time limit; one that fails is tried again later and disturbs no request.
+With Redis, the gateway that follows the events touches (follower.py). Without events the own prompts are all that is
+counted, and every gateway touches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, Protocol
+
+import aiohttp
+import orjson
+
+from engine.protocol import SequenceUpdate
+from gateway import tasks
+from gateway.digests import derived_salt
+from gateway.replicas.base import Trust
+from gateway.replicas.calls import mapping, read_body, whole
+from gateway.replicas.prefix_leases import Claim, LeaseBudget, Prefix, PrefixLeases
+from gateway.replicas.requests import Target
+from gateway.replicas.shared_leases import SharedLease, SharedLeases
+from gateway.storage.redis_calls import RedisCalls
+from gateway.types import EncodedPrompt, Request
+
+log = logging.getLogger(__name__)
+
+TOUCH_SHARE: Final = 1 / 3
+"""Of the tokens that are neither live nor leased, which may be stored from one touch to the next."""
+
+LEAST_SHARE: Final = 1 / 32
+"""Of the whole cache: what is stored from one touch to the next at least, however much of it is live."""
+
+LOOK_S: Final = 0.25
+SYNC_S: Final = 1.0
+"""Between two looks at what other gateways granted; a request with breakpoints looks by itself."""
+
+RETRY_S: Final = 5.0
+TOUCH_TIMEOUT_S: Final = 60.0
+"""To compute the longest prefix anew; a touch of what is there takes one step of the server."""
+
+LOWEST_PRIORITY: Final = (1 << 31) - 1
+
+COUNTERS: Final = ("touches", "touch_failures", "touched_tokens", "recomputed_tokens")
+
+
+class TouchPlan:
+    """When prefixes are to be touched. Pure; all counts are tokens.
+
+    own     that this gateway's requests store, in whole pages
+    full    of these, those that KV events tell of
+    stored  that KV events told of
+    base    what `stored` is ahead of `full`, as far as it is counted in `others`
+    """
+
+    def __init__(self, capacity_tokens: int, page_tokens: int) -> None:
+        self._capacity = capacity_tokens
+        self._page = page_tokens
+        self._own = self._full = self._others = self._base = 0
+        self._ahead: int | None = None  # of the base, at most, since the last mark
+        self._marks: dict[bytes, tuple[float, float]] = {}  # prefix -> `pushed` at its last touch, and how much is left
+
+    @property
+    def pushed(self) -> float:
+        """Tokens that were stored, by this gateway and by others, since the start."""
+        return self._own + self._others
+
+    def sent(self, new_tokens: int) -> int:
+        """So many tokens will be stored. Returns what is counted: a page that stays incomplete takes its place, without
+        an event."""
+        full = new_tokens // self._page * self._page
+        self._own += full + self._page
+        self._full += full
+        return full + self._page
+
+    def store(self, tokens: int) -> None:
+        """So many were stored since the start of the follower, as its events say."""
+        ahead = tokens - self._full - self._base
+        self._ahead = max(ahead, ahead if self._ahead is None else self._ahead)
+        if ahead > 0:
+            self._others += ahead
+            self._base += ahead
+
+    def mark(self, name: bytes, used: float, taken: int) -> None:
+        """A prefix was used when `pushed` was `used`. `taken` tokens are live, will soon be, or are leased."""
+        before, _ = self._marks.get(name, (-math.inf, 0))
+        if used >= before:
+            left = max(self._capacity * LEAST_SHARE, (self._capacity - taken) * TOUCH_SHARE)
+            self._marks[name] = used, left
+        # What was counted all the time and never told of, as by requests that failed, hides no others from now on.
+        self._base += min(0, self._ahead or 0)
+        self._ahead = None
+
+    def keep(self, names: Iterable[bytes]) -> None:
+        """Forgets all other prefixes."""
+        self._marks = {name: mark for name in names if (mark := self._marks.get(name)) is not None}
+
+    def forget(self) -> None:
+        """The cache begins empty."""
+        self._marks.clear()
+        self._base, self._ahead = -self._full, None
+
+    def is_known(self, name: bytes) -> bool:
+        return name in self._marks
+
+    def is_due(self, name: bytes) -> bool:
+        used, left = self._marks.get(name, (-math.inf, 0))
+        return self.pushed - used >= left
+
+
+class Follower(Protocol):
+    """See follower.py."""
+
+    @property
+    def trust(self) -> Trust: ...
+
+    @property
+    def leads(self) -> bool: ...
+
+    def sent(self, digests: bytes) -> None: ...
+
+    def resync(self) -> None: ...
+
+    def figures(self) -> dict[str, Any]: ...
+
+
+class Joined(NamedTuple):
+    """What a replica has while it is joined."""
+
+    target: Target
+    session: aiohttp.ClientSession
+    follower: Follower
+
+
+class LeaseKeeper:
+    """The leases of one replica, over all lifetimes of its server. Belongs to one event loop.
+
+    taken   blocks of the replica that are live or soon will be
+    idle    whether no request waits there
+    prefix  leading blocks of packed digests that an incarnation holds, as far as this gateway knows
+    """
+
+    def __init__(
+        self,
+        name: str,
+        budget: LeaseBudget,
+        calls: RedisCalls | None,
+        taken: Callable[[], int],
+        idle: Callable[[], bool],
+        prefix: Callable[[str, bytes], int],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._name, self._budget, self._calls = name, budget, calls
+        self._taken_blocks, self._idle, self._prefix = taken, idle, prefix
+        self._clock, self._wall = clock, wall
+        self._leases: PrefixLeases | None = None
+        self._shared: SharedLeases | None = None
+        self._plan = TouchPlan(0, 1)
+        self._joined: Joined | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._woken = asyncio.Event()
+        self._lost: dict[bytes, None] = {}  # prefixes that are not there, or may not be: to be computed in idle time
+        self._missing: set[bytes] = set()  # not there at the last look: events may be on their way
+        self._seen: tuple[object, ...] = ()  # what the follower said when prefixes were last looked for
+        self._retry_s = 0.0
+        self._synced_s = -math.inf
+        self._priority = True  # whether the server is not known to refuse one
+        self._counts = Counter(dict.fromkeys(COUNTERS, 0))
+
+    def join(self, joined: Joined) -> None:
+        """Its server is there. Leases of an earlier lifetime are computed again in idle time."""
+        hello, page = joined.target.hello, joined.target.facts.block_size
+        if self._leases is None or not self._leases.fits(hello, page):
+            self._leases = PrefixLeases(hello, page, self._budget)
+            self._plan = TouchPlan(hello.num_blocks * hello.namespace.block_size, max(1, page))
+            if self._calls is not None:
+                self._shared = SharedLeases(self._calls, hello.model, f"{self._name}:{hello.namespace.root().hex()}")
+        self._joined, self._seen, self._priority = joined, (), True
+        self._plan.forget()
+        self._lost.clear()
+        self._task = tasks.spawn(self._run(joined, self._leases), name=f"leases of {self._name}")
+
+    async def leave(self) -> None:
+        """Its server is gone, or not asked any more."""
+        task, self._task, self._joined = self._task, None, None
+        await tasks.cancel(task)
+
+    @property
+    def leased_blocks(self) -> int:
+        return 0 if self._leases is None else self._leases.leases.num_blocks()
+
+    def figures(self) -> dict[str, Any]:
+        """As engine/leases/leases.py has them, and COUNTERS."""
+        return {} if self._leases is None else {**self._leases.leases.stats(), **self._counts}
+
+    def purge(self, salt_prefix: str) -> int:
+        """Ends the leases of all salts that begin so, in all gateways. Returns how many there were here."""
+        if self._shared is not None:
+            self._shared.purge(salt_prefix, self._wall())
+            self._share()
+        return 0 if self._leases is None else self._leases.leases.purge(salt_prefix)
+
+    # -- a request -----------------------------------------------------------------------------------------------------
+
+    async def open(self, prompt: EncodedPrompt, request: Request) -> Claim | None:
+        """A request is about to be sent. One with breakpoints hears first what other gateways granted."""
+        leases, joined = self._leases, self._joined
+        if leases is None or joined is None:
+            return None
+        if prompt.breakpoints:
+            await self._sync()
+        held = self._prefix(joined.target.hello.incarnation, prompt.digests) if request.use_cache else 0
+        self._plan.sent(max(0, prompt.num_tokens - held * leases.block_size))
+        self._woken.set()
+        return leases.open(prompt, request, self._clock(), self._plan.pushed, held * leases.block_size)
+
+    def heard(self, claim: Claim, update: SequenceUpdate) -> None:
+        """With the first update the prompt is computed. Fills in the figures, of that and of the one that says what was
+        reused."""
+        leases, now, final = self._leases, self._clock(), update.cached_tokens is not None
+        if leases is None or claim.is_told or (claim.made is not None and not final):
+            return
+        if claim.made is None:
+            leases.grant(claim, now)
+            for lease in {*claim.found, *(claim.made or ())}:
+                if self._shared is not None and lease.state in ("kept", "degraded"):
+                    self._shared.put(lease, claim.prompt.tokens, self._ahead_s())
+                if leases.is_whole(lease):
+                    self._plan.mark(lease.digest, claim.pushed, self._taken(leases))
+                    self._lost.pop(lease.digest, None)
+            self._share()
+        cached = claim.predicted_tokens if update.cached_tokens is None else update.cached_tokens
+        leases.describe(claim, update, cached)
+        claim.is_told = final
+        if final:
+            leases.leases.counters.read_tokens += update.lease_read_tokens or 0
+
+    def ended(self, tokens: int) -> None:
+        """An answer of so many tokens."""
+        self._plan.sent(tokens)
+        self._woken.set()
+
+    def _taken(self, leases: PrefixLeases) -> int:
+        return self._taken_blocks() * leases.block_size + leases.leased_tokens
+
+    # -- other gateways ------------------------------------------------------------------------------------------------
+
+    def _ahead_s(self) -> float:
+        """Unix time less the clock."""
+        return self._wall() - self._clock()
+
+    def _share(self) -> None:
+        """Redis is told at once."""
+        self._synced_s = -math.inf
+        self._woken.set()
+
+    async def _sync(self) -> None:
+        leases, shared = self._leases, self._shared
+        if leases is None or shared is None:
+            return
+        found, now, ahead_s = await shared.sync(self._wall()), self._clock(), self._ahead_s()
+        for one in found:
+            if isinstance(one, str):
+                leases.leases.purge(one)
+            else:
+                self._restore(leases, one, now, ahead_s)
+
+    def _restore(self, leases: PrefixLeases, one: SharedLease, now: float, ahead_s: float) -> None:
+        used_s = min(now, one.used_unix_s - ahead_s)
+        lease = leases.restore(one.tenant, one.salt, one.tokens, one.ttl_s, used_s, now)
+        if leases.is_whole(lease) and now - used_s < RETRY_S:
+            self._plan.mark(lease.digest, self._plan.pushed, self._taken(leases))
+
+    # -- touches -------------------------------------------------------------------------------------------------------
+
+    async def _run(self, joined: Joined, leases: PrefixLeases) -> None:
+        while not tasks.was_cancelled():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._woken.wait()
+            self._woken.clear()
+            if self._clock() - self._synced_s >= SYNC_S:
+                self._synced_s = self._clock()
+                await self._sync()
+            leases.leases.expire(self._clock())
+            if joined.follower.leads and self._clock() >= self._retry_s:
+                await self._look(joined, leases)
+
+    async def _look(self, joined: Joined, leases: PrefixLeases) -> None:
+        """Touches what is due, then, in idle time, one prefix that is not there."""
+        follower, plan, names = joined.follower, self._plan, list(leases.prefixes())
+        figures, knows = follower.figures(), follower.trust == "exact"
+        plan.store(figures["stored_blocks"] * leases.block_size)
+        plan.keep(names)
+        seen = (knows, figures["removed_blocks"], figures["truncations"], len(names))
+        if seen != self._seen:
+            self._seen = seen
+            self._find_lost(joined, leases, names, knows=knows)
+        for name in names:
+            if (
+                name not in self._lost
+                and name not in self._missing
+                and plan.is_due(name)
+                and not await self._touch(joined, leases, name)
+            ):
+                return
+        if self._lost and self._idle():
+            name = next(iter(self._lost))
+            if await self._touch(joined, leases, name):
+                self._lost.pop(name, None)
+
+    def _find_lost(self, joined: Joined, leases: PrefixLeases, names: list[bytes], *, knows: bool) -> None:
+        lost, missing = dict[bytes, None](), set[bytes]()
+        for name in names:
+            last = leases.last_digest(name)
+            if last is None:
+                continue
+            gone = not self._prefix(joined.target.hello.incarnation, last) if knows else name in self._lost
+            if gone and name not in self._missing and name not in self._lost:
+                missing.add(name)
+                continue
+            if gone or not self._plan.is_known(name):
+                lost[name] = None
+                leases.leases.counters.lost += gone and name not in self._lost
+        self._lost, self._missing = lost, missing
+        if missing:
+            self._seen = ()  # look again
+
+    async def _touch(self, joined: Joined, leases: PrefixLeases, name: bytes) -> bool:
+        """False when it failed, and nothing more is to be tried for a while."""
+        prefix, pushed, taken = leases.get_prefix(name), self._plan.pushed, self._taken(leases)
+        if prefix is not None:
+            tokens = len(prefix.tokens) // 4
+            try:
+                async with asyncio.timeout(TOUCH_TIMEOUT_S):
+                    cached = await self._ask(joined, prefix)
+            except (aiohttp.ClientError, OSError, TimeoutError, RuntimeError, ValueError) as error:
+                self._counts["touch_failures"] += 1
+                self._retry_s = self._clock() + RETRY_S
+                log.debug("a leased prefix on %s could not be touched: %s", self._name, error or type(error).__name__)
+                return False
+            cached = tokens - 1 if cached is None else min(cached, tokens)
+            self._counts.update(touches=1, touched_tokens=cached, recomputed_tokens=tokens - cached)
+            pushed += self._plan.sent(tokens - cached)  # which do not push out the prefix itself
+        self._plan.mark(name, pushed, taken)
+        return True
+
+    async def _ask(self, joined: Joined, prefix: Prefix) -> int | None:
+        """Sends a prefix. Returns its cached tokens, if the server reports them. Raises what aiohttp raises, ValueError
+        for an answer that is none."""
+        target = joined.target
+        path, body = write_touch(target, prefix, lowest=self._priority)
+        headers = {"content-type": "application/json"}
+        if target.facts.ranks > 1:
+            headers["X-data-parallel-rank"] = str(target.rank)
+        async with joined.session.post(path, data=body, headers=headers, allow_redirects=False) as answer:
+            data = await read_body(answer)
+        if answer.status == 400 and self._priority:
+            self._priority = False  # it does not schedule by priority
+            return await self._ask(joined, prefix)
+        if answer.status != 200 or data is None:
+            raise ValueError(f"HTTP {answer.status}")
+        return read_touch(target, data)
+
+
+def write_touch(target: Target, prefix: Prefix, *, lowest: bool) -> tuple[str, bytes]:
+    """Path and body of a request that computes a prefix and one token. `lowest`: with a priority behind all others,
+    where the server may know priorities."""
+    ids = array("I", prefix.tokens).tolist()[: target.hello.context_tokens - 1]
+    salt = derived_salt(target.hello.namespace.salt, prefix.salt)
+    body: dict[str, Any] = {"cache_salt": salt} if salt else {}
+    if target.facts.kind == "sglang":
+        body |= {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        return "generate", orjson.dumps({**body, "extra_key": salt} if salt else body)
+    body |= {"model": target.facts.models[0], "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+    if lowest and target.facts.kind == "vllm":
+        body["priority"] = LOWEST_PRIORITY
+    return "v1/completions", orjson.dumps(body)
+
+
+def read_touch(target: Target, data: bytes) -> int | None:
+    """Cached tokens, if the answer tells. Raises ValueError."""
+    answer = mapping(orjson.loads(data))
+    if target.facts.kind == "sglang":
+        found = mapping(answer.get("meta_info")).get("cached_tokens")
+    else:
+        found = mapping(mapping(answer.get("usage")).get("prompt_tokens_details")).get("cached_tokens")
+    return None if found is None else whole(found)

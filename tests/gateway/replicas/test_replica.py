@@ -1,0 +1,260 @@
+"""A server of others as an engine: it joins, answers, is lost, joins again. All of the gateway over fake servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import orjson
+import pytest
+from aiohttp import web
+
+from gateway.digests import UNSALTED, derived_salt
+from gateway.replicas import joining
+from gateway.replicas.secret import FILE, FleetSecret
+from gateway.storage.redis_calls import RedisCalls, close, connect
+from tests.fakes.replica_server import ReplicaServer, replica_server
+from tests.fakes.waiting import until
+from tests.fakes.whole import Whole, whole
+
+HELLO: Any = {"role": "user", "content": "Hello there. " * 20}
+TOKENS = [44, 71, 71]
+
+
+class Streams:
+    """Answers of /v1/completions: three tokens, and the usage at the end. `hold` keeps them from going on after the
+    first."""
+
+    def __init__(self, cached: int = 0) -> None:
+        self.cached = cached
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.left = 0
+        self.refuse: tuple[int, Any] | None = None
+
+    async def __call__(self, http: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await http.read())
+        if not body.get("stream"):  # the question at join whether usage has cached tokens
+            details = {"prompt_tokens_details": {"cached_tokens": 0}}
+            return web.json_response({"choices": [{"token_ids": [7]}], "usage": details})
+        if self.refuse is not None:
+            return web.json_response(self.refuse[1], status=self.refuse[0])
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(http)
+        try:
+            for at, token in enumerate(TOKENS):
+                choice = {"index": 0, "text": "x", "token_ids": [token]}
+                choice |= {"finish_reason": "length" if at == len(TOKENS) - 1 else None}
+                await response.write(b"data: %b\n\n" % orjson.dumps({"choices": [choice]}))
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+        usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": self.cached}}
+        await response.write(b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps({"choices": [], "usage": usage}))
+        return response
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "LOOK_S", 0.05)
+    monkeypatch.setattr(joining, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(joining, "LONGEST_RETRY_S", 0.1)
+
+
+@asynccontextmanager
+async def gateway_of(*servers: ReplicaServer, **sections: Any) -> AsyncIterator[Whole]:
+    tables = [server.settings(f"r{number}", kv_events="off").model_dump() for number, server in enumerate(servers)]
+    async with whole(engines=0, sections={"replicas": tables, **sections}) as running:
+        running.gateway.attach_replicas()
+        yield running
+
+
+async def ready(running: Whole, count: int = 1) -> None:
+    await until(lambda: sum(engine.joined for engine in running.gateway.registry.engines) == count)
+
+
+def sent(server: ReplicaServer) -> list[dict[str, Any]]:
+    return [body for path, body in server.got if path == "/v1/completions" and body.get("stream")]
+
+
+async def test_a_request_goes_as_ids_and_its_usage_is_the_servers_own() -> None:
+    streams = Streams(cached=16)
+    async with replica_server(completions=streams) as server, gateway_of(server) as running:
+        await ready(running)
+        usage, headers = await running.ask(HELLO, temperature=0)
+        (body,) = sent(server)
+        assert usage.prompt_tokens == len(body["prompt"])
+        assert usage.prompt_tokens_details.cached_tokens == 16
+        assert headers["x-kvasir-cached-tokens"] == "16"
+        assert headers["x-kvasir-engine"] == "r0"
+        hello = running.gateway.registry.engines[0].hello
+        assert hello.namespace.block_size == 16  # of the index; the server's are larger
+        assert len(body["cache_salt"]) == 64
+
+
+async def test_a_stream_does_not_say_what_was_cached_before_the_server_does() -> None:
+    async with replica_server(completions=Streams(cached=16)) as server, gateway_of(server) as running:
+        await ready(running)
+        create = running.client.chat.completions.with_raw_response.create
+        options: Any = {"stream_options": {"include_usage": True}}
+        raw = await create(model="demo", messages=[HELLO], stream=True, max_tokens=3, **options)
+        chunks = [chunk async for chunk in raw.parse()]
+        assert "x-kvasir-cached-tokens" not in raw.headers
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == 16
+
+
+async def test_tenants_have_salts_of_their_own_that_only_the_fleet_can_derive() -> None:
+    tenants = [{"name": name, "keys": [f"key-of-{name}-1"]} for name in ("a", "b")]
+    async with replica_server(completions=Streams()) as server, gateway_of(server, tenants=tenants) as running:
+        await ready(running)
+        for key in ("key-of-a-1", "key-of-a-1", "key-of-b-1"):
+            client = running.client.with_options(api_key=key)
+            await client.chat.completions.create(model="demo", messages=[HELLO], max_tokens=2)
+        first, again, other = (body["cache_salt"] for body in sent(server))
+        assert first == again != other
+        assert "a" not in (first, other)
+        secret = running.gateway.registry.engines[0].hello.namespace.salt
+        assert first == derived_salt(secret, "tenant:a") or len(first) == 64
+
+
+async def test_a_server_without_salts_is_not_used_for_several_tenants(caplog: pytest.LogCaptureFixture) -> None:
+    tenants = [{"name": "a", "keys": ["key-of-a-1"]}]
+    async with replica_server("tensorrt-llm", completions=Streams()) as server:
+        tokenizer = {"tokenizer": str(server.tokenizer)}
+        table = server.settings("t", **tokenizer).model_dump()
+        async with whole(engines=0, sections={"replicas": [table], "tenants": tenants}) as running:
+            running.gateway.attach_replicas()
+            await until(lambda: "its API takes no cache_salt" in caplog.text)
+        async with whole(engines=0, sections={"replicas": [table]}) as running:
+            running.gateway.attach_replicas()
+            await ready(running)
+            usage, _ = await running.ask(HELLO)
+            assert usage.completion_tokens == 3
+            assert running.gateway.registry.engines[0].hello.namespace.salt == UNSALTED
+
+
+async def test_what_the_server_refuses_is_the_clients_and_says_why() -> None:
+    streams = Streams()
+    async with replica_server(completions=streams) as server, gateway_of(server) as running:
+        await ready(running)
+        streams.refuse = 400, {"error": {"message": "top_k is odd", "code": 400}}
+        with pytest.raises(openai.BadRequestError, match=r"vLLM 0\.32\.0, which serves .* refuses.*top_k is odd"):
+            await running.ask(HELLO)
+
+
+async def test_another_replica_takes_over_from_one_that_is_busy() -> None:
+    busy, free = Streams(), Streams()
+    async with (
+        replica_server(completions=busy) as one,
+        replica_server(completions=free) as two,
+        gateway_of(one, two) as running,
+    ):
+        await ready(running, 2)
+        busy.refuse = 503, {"error": "busy"}
+        for _ in range(3):
+            _, headers = await running.ask(HELLO)
+            assert headers["x-kvasir-engine"] == "r1"
+
+
+async def test_a_client_that_leaves_ends_the_request_at_the_server() -> None:
+    streams = Streams()
+    async with replica_server(completions=streams) as server, gateway_of(server) as running:
+        await ready(running)
+        streams.hold.clear()
+        stream = await running.client.chat.completions.create(model="demo", messages=[HELLO], stream=True)
+        await anext(aiter(stream))
+        replica = running.gateway.registry.engines[0]
+        assert (replica.in_flight, replica.load.running) == (1, 1)
+        await stream.close()
+        await until(lambda: streams.left == 1)
+        assert replica.in_flight == 0
+
+
+async def test_a_silent_server_is_lost_in_one_line_and_joins_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(joining, "SILENT_S", 0.3)
+    streams = Streams()
+    async with replica_server(completions=streams) as server, gateway_of(server) as running:
+        await ready(running)
+        replica = running.gateway.registry.engines[0]
+        streams.hold.clear()
+        asking = asyncio.create_task(running.ask(HELLO))
+        await until(lambda: replica.load.running == 1)
+        server.stalled |= {"/metrics"}
+        server.answers["/v1/models"] = 503
+        await until(lambda: not replica.joined)
+        with pytest.raises(openai.APIStatusError):  # no other engine could go on with it
+            await asking
+        assert running.gateway.memory.blocks(replica.hello.incarnation) == 0
+        assert replica.figures()["reason"]
+        await until(lambda: "HTTP 503" in caplog.text)
+        streams.hold.set()
+        server.stalled.clear()
+        del server.answers["/v1/models"]
+        await ready(running)
+        usage, _ = await running.ask(HELLO)
+        assert usage.completion_tokens == 3
+        lines = [record.getMessage() for record in caplog.records if "HTTP 503" in record.getMessage()]
+        assert len(lines) == 1
+
+
+async def test_servers_that_are_none_are_one_line_each_and_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    async with replica_server(completions=Streams()) as server, replica_server("sglang") as other:
+        tables = [
+            server.settings("good", kv_events="off").model_dump(),
+            {**other.settings("wrong").model_dump(), "kind": "vllm"},
+            {**server.settings("closed").model_dump(), "url": "http://127.0.0.1:9"},
+        ]
+        async with whole(engines=0, sections={"replicas": tables}) as running:
+            running.gateway.attach_replicas()
+            await ready(running)
+            await running.ask(HELLO)
+            await until(lambda: "replica wrong" in caplog.text and "replica closed" in caplog.text)
+            await until(lambda: "nothing can be reached there" in caplog.text)
+        lines = [record.getMessage() for record in caplog.records if "replica wrong" in record.getMessage()]
+        assert len(lines) == 1
+        assert 'it is a SGLang: write kind = "sglang"' in lines[0]
+
+
+async def test_an_answer_that_breaks_off_goes_on_behind_what_was_generated() -> None:
+    class Broken(Streams):
+        async def __call__(self, http: web.Request) -> web.StreamResponse:
+            body = orjson.loads(await http.read())
+            if not body.get("stream"):
+                return await super().__call__(http)
+            response = web.StreamResponse()
+            await response.prepare(http)
+            await response.write(b'data: {"choices":[{"token_ids":[44],"finish_reason":null}]}\n\n')
+            return response
+
+    async with replica_server(completions=Broken()) as server, gateway_of(server) as running:
+        await ready(running)
+        usage, _ = await running.ask(HELLO)
+        assert usage.completion_tokens == 2
+        first, second = (body["prompt"] for body in sent(server))
+        assert second == [*first, 44]
+
+
+async def test_gateways_of_one_redis_have_one_secret_and_others_a_file(tmp_path: Path, redis_url: str) -> None:
+    redis = connect(redis_url, 5.0)
+    try:
+        here, there = (FleetSecret(tmp_path / name, RedisCalls(redis, 5.0)) for name in ("here", "there"))
+        assert await here.of_model("m") == await there.of_model("m") != await here.of_model("n")
+        alone = FleetSecret(tmp_path / "alone", None)
+        assert await alone.of_model("m") == await FleetSecret(tmp_path / "alone", None).of_model("m")
+        assert await alone.of_model("m") != await here.of_model("m")
+        assert (tmp_path / "alone" / FILE).stat().st_mode & 0o777 == 0o600
+        await redis.flushdb()  # one that started anew gets it back
+        assert await there.of_model("m") == await FleetSecret(tmp_path / "new", RedisCalls(redis, 5.0)).of_model("m")
+    finally:
+        await close(redis)
