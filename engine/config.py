@@ -8,8 +8,9 @@ setting, where it came from and what would be right. No torch here: `kvasir --he
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, ValidationError
@@ -107,12 +108,20 @@ class EngineSettings(Section):
 _Root = TypeVar("_Root", bound=BaseModel)
 
 
-def load(root: type[_Root], *, file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> _Root:
+def load(
+    root: type[_Root],
+    *,
+    file: Path | None,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Any],
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
+) -> _Root:
     """Reads the settings of `root`, a model whose fields are sections.
 
     file     a TOML file, or None
     environ  KVASIR_<SECTION>_<SETTING>=value; variables without the prefix are not looked at
     flags    {"section.setting": value} from the command line; None means not given
+    tables   {list of tables: further tables of it} from the command line
     Raises ConfigError for a missing file, bad TOML, unknown keys and values of the wrong type or range.
     """
     values: dict[str, Any] = {}
@@ -132,6 +141,10 @@ def load(root: type[_Root], *, file: Path | None, environ: Mapping[str, str], fl
         if value is not None:
             _put(values, path, value)
             origin[path] = f"flag {flag_name(path)}"
+    for name, items in tables.items():
+        if items and isinstance(own := values.setdefault(name, []), list):  # else it is reported by the validation
+            origin |= {f"{name}.{i}": "command line" for i in range(len(own), len(own) + len(items))}
+            own.extend(items)
     try:
         return root.model_validate(values)
     except ValidationError as error:

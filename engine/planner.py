@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineSettings
 from engine.leases.claims import Claims
-from engine.protocol import LANES, Lane
+from engine.protocol import LANES, MIN_TAIL_TOKENS, Lane
 from engine.queues import Queues, Turns
 from engine.sequence import Copy, Counters, Sequence, Status, Step, Work
-from engine.tables import MIN_TAIL_TOKENS, BlockTables
+from engine.tables import BlockTables
 
 COPY_WAIT_S = 2.0
 """So long a sequence waits for copies between tiers to give blocks back, before leases do, when nothing else will."""

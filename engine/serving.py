@@ -25,7 +25,7 @@ from aiohttp import web
 
 from engine.config import ConfigError, EngineSettings
 from engine.protocol import Hello, TokenizerFiles
-from engine.publish import Publisher
+from engine.publish import REDIS_TIMEOUT_S, Publisher
 from engine.server import CLOSE_TIMEOUT_S, EngineServer, OnBlocks, OnFrames
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ async def _publishing(
     if redis_url is None:
         yield
         return
-    from redis.asyncio import Redis
+    from engine.redis_client import close, connect
 
-    redis: Redis = Redis.from_url(redis_url, socket_connect_timeout=REDIS_CONNECT_TIMEOUT_S, max_connections=4)
+    redis = connect(redis_url, timeout_s=REDIS_TIMEOUT_S, connect_timeout_s=REDIS_CONNECT_TIMEOUT_S, max_connections=4)
     publisher = server.publisher = Publisher(
         redis,
         server.gateways.table,
@@ -153,7 +153,7 @@ async def _publishing(
     finally:
         server.publisher = None
         await publisher.close()
-        await redis.aclose()
+        await close(redis)
 
 
 async def _until(stop: asyncio.Event, alive: Callable[[], bool]) -> None:

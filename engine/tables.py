@@ -11,13 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.pool.blocks import BlockPool
-from engine.protocol import Namespace, chain_digests, split_digests
+from engine.protocol import MIN_TAIL_TOKENS, Namespace, chain_digests, split_digests
 from engine.sequence import Copy, Sequence
 from engine.tiers.tiers import Chain, Tiers
-
-MIN_TAIL_TOKENS = 4
-"""A prefill computes at least so many tokens at a time, if it has them. Matrix products of one to three rows take
-another path on CPUs and round differently: with four, a warm answer equals the cold one bit for bit."""
 
 
 @dataclass(slots=True)

@@ -31,6 +31,10 @@ from engine.protocol.frozen import dataclass
 DIGEST_BYTES: Final = 16
 TOKEN_BYTES: Final = 4  # little-endian uint32, as array("I") holds them on every platform we run on
 
+MIN_TAIL_TOKENS: Final = 4
+"""An engine computes at least so many tokens of a prompt, the last one among them. Matrix products of one to three rows
+take another path on CPUs and round differently: with four, a warm answer equals the cold one bit for bit."""
+
 HashName = Literal["xxh3_128", "sha256"]
 
 

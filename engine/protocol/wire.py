@@ -38,6 +38,7 @@ from engine.protocol.values import (
 
 _HEADER = struct.Struct("<I")
 _NO_HEADER: Final = _HEADER.pack(0)
+_to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class ProtocolError(ValueError):
@@ -45,7 +46,7 @@ class ProtocolError(ValueError):
 
 
 def _join(header: dict[str, Any], *payload: bytes) -> bytes:
-    head = json.dumps(header, separators=(",", ":")).encode()
+    head = _to_json(header).encode()
     return b"".join((_HEADER.pack(len(head)), head, *payload))
 
 

@@ -296,3 +296,39 @@ def test_a_snapshot_tells_the_fastest_tier_first_and_parents_before_children() -
         ("host", run_of(1, 4)[16 * 2 :] + run_of(2, 2), False),
         ("disk", run_of(1, 6)[16 * 4 :], False),
     ]
+
+
+async def test_what_is_not_announced_is_no_engine(redis_url: str) -> None:
+    redis: Redis = Redis.from_url(redis_url)
+    table, hello = ResidencyTable(), make_hello("m")
+    publisher = Publisher(redis, table, hello, None, heartbeat_s=BEAT_S, lease_s=30)
+    publisher.start()
+    await publisher.settled()
+    assert await redis.keys() == [blocks_key("m", hello.incarnation).encode()]
+    await publisher.stop()
+    assert await redis.exists(blocks_key("m", hello.incarnation))
+    await publisher.close()
+    assert await redis.keys() == []
+    await redis.aclose()
+
+
+async def test_late_writes_of_a_publisher_that_was_replaced_are_written_over(redis_url: str) -> None:
+    redis: Redis = Redis.from_url(redis_url)
+    hello, tables = make_hello("m"), (ResidencyTable(), ResidencyTable())
+    old, new = (
+        Publisher(redis, table, hello, None, heartbeat_s=BEAT_S, lease_s=30, fence=fence)
+        for table, fence in zip(tables, (1 << 32, 2 << 32), strict=True)
+    )
+    for number, (table, publisher) in enumerate(zip(tables, (old, new), strict=True)):
+        table.apply(BlockEvents(stored=run_of(number, 10)))
+        publisher.start()
+        await publisher.settled()
+    await old._write_all()
+    await old.stop()
+
+    async def equal() -> bool:
+        return set(await redis.hkeys(blocks_key("m", hello.incarnation))) - {VERSION_FIELD} == set(tables[1])
+
+    await until(equal)
+    await new.close()
+    await redis.aclose()
