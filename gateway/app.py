@@ -11,22 +11,24 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from pydantic import SecretStr
 from redis.asyncio import Redis
 
 from engine.config import ConfigError
 from gateway.admin.accounting import audit_entry
-from gateway.admin.sources import EngineState, EngineStatus, Sources
+from gateway.admin.sources import EngineState, EngineStatus, Sources, Total, no_others
 from gateway.api.descriptors import REFUSED
 from gateway.api.gemini import content_store
 from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.routes import REPLAYS, build_app
-from gateway.config import Settings, StoredResponseSettings
+from gateway.config import ReplicaSettings, Settings, StoredResponseSettings
 from gateway.engines.bundled import BundledEngine
-from gateway.engines.registry import EngineFigures, Registry
+from gateway.engines.registry import Client, EngineFigures, Registry
+from gateway.errors import BadRequestError
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.index.index import PrefixIndex
@@ -42,6 +44,10 @@ from gateway.prompt.stage import PromptStage
 from gateway.queues.batch.store import BatchStore, open_stores
 from gateway.queues.batch.worker import Worker
 from gateway.queues.slots import SlotQueue
+from gateway.receipts import Receipts
+from gateway.replicas.fleet import Fleet
+from gateway.replicas.secret import FleetSecret
+from gateway.replicas.warming import HotPrefixes, Warmer
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries, RemovalEpoch
 from gateway.responses.semantic.cache import SemanticCache
@@ -53,16 +59,23 @@ from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import ByteStore, Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import RedisCalls, connect
+from gateway.storage.redis_calls import RedisCalls, connect, unreadable
 from gateway.types import Trace
 from gateway.upstreams.connections import find_proxy
 from gateway.upstreams.stage import Upstreams
 from gateway.version import installed_version
 
+if TYPE_CHECKING:
+    from gateway.replicas.joining import Server
+
 log = logging.getLogger(__name__)
 
 REDIS_RETRY_S = 1.0
 """Seconds from a failure of Redis to the next probe."""
+
+REPLICA_VARIABLES = "REPLICA_"
+"""Beginning of the environment variables that keys of added replicas may be in: whoever adds one chooses where its key
+is sent, and must not send other secrets there."""
 
 RETRY_AFTER_S = 2.0
 """Retry-After while a model has no engine: about what one takes to start."""
@@ -77,13 +90,16 @@ class Gateway:
     redis_url: str | None
     upstream_keys: Mapping[str, str] = field(default_factory=dict)
     upstream_proxies: Mapping[str, str] = field(default_factory=dict)
+    replica_keys: Mapping[str, str] = field(default_factory=dict)
+    replica_variables: Mapping[str, str] = field(default_factory=dict)  # that have keys of replicas added at run time
     memory: MemoryIndex = field(default_factory=MemoryIndex)
     draining: bool = False
+    total: Total = no_others
 
     def __post_init__(self) -> None:
         settings = self.settings
         self.prompts = PromptStage(settings.prompt)
-        self.queue: SlotQueue[BundledEngine] = SlotQueue(settings.queue)
+        self.queue: SlotQueue[Client] = SlotQueue(settings.queue, workers=settings.server.workers)
         self.embedder = Embedder(settings.embeddings)
         self.breaker = RedisBreaker(retry_s=REDIS_RETRY_S)
         self.index = PrefixIndex(self.memory, self._calls(), retry_s=REDIS_RETRY_S)
@@ -107,6 +123,14 @@ class Gateway:
             on_unused=self.prompts.unload,
             redis=self.redis if settings.engines.discover else None,
             breaker=self.breaker,
+        )
+        self.secret = FleetSecret(settings.server.data_dir, self._calls())
+        self.hot_prefixes = HotPrefixes()
+        configured = [self._server(one, self.replica_keys.get(one.name)) for one in settings.replicas]
+        registry = self.registry
+        self.fleet = Fleet(configured, self._added_server, registry.attach, registry.detach, self._calls())
+        self.warmer = Warmer(
+            self.hot_prefixes, lambda: self.fleet.replicas, lambda: self.queue.waiting, self.memory.prefix
         )
         self.responses = ResponseStore(self._bytes("responses", settings.stored_responses))
         prices = Prices(settings.prices, settings.batches.price)
@@ -142,12 +166,14 @@ class Gateway:
         modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
         self.response_cache = ResponseCache(own, modes, self.answers, self.semantic_cache, time.time, self._audited)
         self.remembered = RememberedUpstreams(self.upstreams, REPLAYS, self.response_cache)
+        self.receipts = Receipts(on_distrust=self._distrust)
         self.pipeline = Pipeline(
             prompts=self.prompts,
             index=self.index,
             registry=self.registry,
             queue=self.queue,
             responses=self.response_cache,
+            receipts=self.receipts,
         )
 
     def web_app(self) -> web.Application:
@@ -167,6 +193,7 @@ class Gateway:
             answers=self.answers,
             limits=self.limits,
             engines=lambda: self.registry.engines,
+            fleet=self.fleet,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,
@@ -184,6 +211,7 @@ class Gateway:
                 malformed=lambda: REFUSED,
                 draining=lambda: self.draining,
                 version=installed_version(),
+                total=self.total,
             ),
         )
 
@@ -196,7 +224,11 @@ class Gateway:
         return MemoryBytes(quota, time.time) if calls is None else RedisBytes(calls, name, quota, time.time)
 
     def _redis_figures(self) -> dict[str, Any]:
-        return {"up": self.redis is not None and self.breaker.up, "outages": self.breaker.outages}
+        return {
+            "up": self.redis is not None and self.breaker.up,
+            "outages": self.breaker.outages,
+            "unreadable": dict(unreadable),
+        }
 
     def _connect(self, name: str, url: str) -> BundledEngine:
         return BundledEngine(
@@ -210,16 +242,68 @@ class Gateway:
             prefix=self.memory.prefix,
         )
 
+    def _server(self, one: ReplicaSettings, key: str | None) -> Server:
+        """Of [[replicas]], or added at run time. Raises ConfigError without the extra."""
+        try:
+            from gateway.replicas.joining import Server
+            from gateway.replicas.prefix_leases import LeaseBudget
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"[[replicas]] needs {error.name}: install the extra `fleet`") from None
+        engine = self.settings.engine
+        return Server(
+            one,
+            key,
+            secret=self.secret,
+            calls=self._calls,
+            needs_salt=bool(self.settings.tenants),
+            prompts=self.prompts,
+            on_tokenizer=self.prompts.load,
+            on_blocks=self.memory.apply,
+            on_lost=self._lost,
+            on_load=self.queue.heard,
+            on_rank=self.registry.attach,
+            prefix=self.memory.prefix,
+            hot=self.hot_prefixes,
+            leases=LeaseBudget(engine.lease_share, engine.lease_tenant_share, engine.max_leases),
+        )
+
+    def _added_server(self, one: ReplicaSettings) -> Server:
+        """Raises BadRequestError."""
+        variable = one.api_key_env
+        if variable is not None and not variable.startswith(REPLICA_VARIABLES):
+            why = f"variables that have keys of added replicas begin with {REPLICA_VARIABLES}"
+            raise BadRequestError(f"Invalid 'api_key_env': {why}.", param="api_key_env", code="invalid_value")
+        try:
+            return self._server(one, _key("api_key_env", None, variable, self.replica_variables) or None)
+        except ConfigError as error:
+            raise BadRequestError(f"This gateway cannot use it: {error}.") from None
+
+    def attach_replicas(self) -> None:
+        """Makes the servers of [[replicas]] known, and begins to ask them."""
+        self.fleet.attach()
+
     def _audited(self, tenant: str, model: str, trace: Trace, total_ms: float) -> None:
         if (entry := audit_entry(tenant, model, trace, total_ms)) is not None:
             self.ledger.add(entry)
+
+    def _distrust(self, incarnation: str) -> None:
+        """What memory has of an engine is wrong. A replica's events are read again; a bundled engine's blocks are in
+        Redis, and come back to memory when they are computed again, or with the next connection."""
+        self.memory.drop(incarnation)
+        for replica in self.fleet.replicas:
+            if replica.joined and replica.hello.incarnation == incarnation:
+                replica.resync()
 
     def _lost(self, incarnation: str) -> None:
         self.memory.drop(incarnation)
         self.queue.forget(incarnation)
 
     def _engine_statuses(self) -> list[EngineStatus]:
-        return [_status(engine, self.figures.of(engine.url)) for engine in self.registry.engines]
+        replicas = self.fleet.figures()
+        return [
+            _status(engine, self.figures.of(engine.url), self.receipts.of(engine.name), replicas.get(engine.url, {}))
+            for engine in self.registry.engines
+        ]
 
 
 def _semantic_cache(settings: Settings, questions: RedisQuestions | None, embedder: Embedder) -> SemanticCache | None:
@@ -242,9 +326,11 @@ def _semantic_cache(settings: Settings, questions: RedisQuestions | None, embedd
     )
 
 
-def _status(engine: BundledEngine, stats: Mapping[str, Any]) -> EngineStatus:
+def _status(
+    engine: Client, stats: Mapping[str, Any], receipts: Mapping[str, float], replica: Mapping[str, Any]
+) -> EngineStatus:
     if engine.model is None:
-        return EngineStatus(engine.name, engine.url, "connecting")
+        return EngineStatus(engine.name, engine.url, "connecting", stats=stats, replica=replica)
     hello, load = engine.hello, engine.load
     state: EngineState = "lost" if not engine.joined else "draining" if load.draining else "ready"
     return EngineStatus(
@@ -257,21 +343,37 @@ def _status(engine: BundledEngine, stats: Mapping[str, Any]) -> EngineStatus:
         block_size=hello.namespace.block_size,
         load=load,
         stats=stats if engine.joined else {},
+        receipts=receipts,
+        replica=replica,
     )
 
 
 def upstream_keys(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """Upstream -> its key, of those that have one. Raises ConfigError for a variable that is not set."""
-    keys: dict[str, str] = {}
-    for upstream in settings.upstreams:
-        key = upstream.key.get_secret_value() if upstream.key is not None else None
-        if upstream.key_env is not None:
-            key = environ.get(upstream.key_env, "").strip()
-            if not key or not key.isprintable():
-                raise ConfigError(f"upstreams: key_env of {upstream.name!r}: {upstream.key_env} is not set, or no key")
-        if key:
-            keys[upstream.name] = key
-    return keys
+    found = {
+        one.name: _key(f"upstreams: key_env of {one.name!r}", one.key, one.key_env, environ)
+        for one in settings.upstreams
+    }
+    return {name: key for name, key in found.items() if key}
+
+
+def replica_keys(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Replica -> its key, of those that have one. Raises ConfigError for a variable that is not set."""
+    found = {
+        one.name: _key(f"replicas: api_key_env of {one.name!r}", one.key, one.api_key_env, environ)
+        for one in settings.replicas
+    }
+    return {name: key for name, key in found.items() if key}
+
+
+def _key(where: str, key: SecretStr | None, variable: str | None, environ: Mapping[str, str]) -> str:
+    """Empty without one."""
+    if variable is None:
+        return "" if key is None else key.get_secret_value()
+    found = environ.get(variable, "").strip()
+    if not found or not found.isprintable():
+        raise ConfigError(f"{where}: {variable} is not set, or no key")
+    return found
 
 
 def upstream_proxies(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:

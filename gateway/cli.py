@@ -1,4 +1,5 @@
-"""The command `kvasir`: serve | gateway | engine | batch | purge. Reads flags, file and environment, and hands over.
+"""The command `kvasir`: serve | gateway | engine | batch | purge | replicas. Reads flags, file and environment, and
+hands over.
 
 Nothing heavy is imported before a command is known: `kvasir --help` is quick, and `kvasir gateway` needs no torch.
 """
@@ -8,10 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 import threading
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,10 +20,11 @@ from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
 from gateway.client.arguments import add_parser as add_batch_parser
-from gateway.client.arguments import add_purge_parser
-from gateway.config import Settings
-from gateway.engine_processes import BAD_SETTING_EXIT, EngineStartError
+from gateway.client.arguments import add_purge_parser, add_replicas_parser
+from gateway.config import REPLICA_FLAG, Settings, replica_of_flag
+from gateway.guard import terminate_at_eof
 from gateway.logs import flush, set_up
+from gateway.processes import BAD_SETTING_EXIT, ChildStartError
 from gateway.version import installed_version
 
 CONFIG_VARIABLE = "KVASIR_CONFIG"
@@ -47,8 +48,8 @@ COMMANDS = {
 SERVER = ("server.host", "server.port", "server.data_dir", "server.log_level", "redis.url")
 ENGINE = ("engine.model", "engine.served_name", "engine.device", "engine.kv_cache_bytes")
 MAIN = {
-    "serve": (*SERVER, *ENGINE, "engines.count"),
-    "gateway": (*SERVER, "engines.urls", "logs.format"),
+    "serve": (*SERVER, "engine.model", "engine.device", "engine.kv_cache_bytes", "engines.kind", "engines.count"),
+    "gateway": (*SERVER, "server.workers", "engines.urls", "logs.format"),
     "engine": (*ENGINE, "engine.listen", "engine.dtype", "engine.max_context_tokens", "engine.log_level", "redis.url"),
 }
 """Settings that --help shows for a command; --help-all has every one."""
@@ -70,42 +71,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("RUST_BACKTRACE", "0")  # of a panic, which native.py logs in one line
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser(show_all="--help-all" in arguments).parse_args(arguments)
-    if options.command in ("batch", "purge"):
+    if options.command in ("batch", "purge", "replicas"):
         return _client(options)
     environ = dict(os.environ)
     config = options.config or environ.pop(CONFIG_VARIABLE, None)
     environ.pop(CONFIG_VARIABLE, None)
     flags = {path: getattr(options, path, None) for path in _paths()}
     mask = os.umask(PRIVATE)
-    try:
-        settings = load(Settings, file=Path(config) if config else None, environ=environ, flags=flags)
+
+    def work() -> int:
+        tables = {"replicas": [replica_of_flag(text) for text in getattr(options, "replica", ())]}
+        settings = load(Settings, file=Path(config) if config else None, environ=environ, flags=flags, tables=tables)
         set_up((settings.engine if options.command == "engine" else settings.server).log_level, settings.logs)
-        return _run(_COMMANDS[options.command](settings, options))
-    except (ConfigError, EngineStartError) as error:
-        print(f"kvasir {options.command}: {error}", file=sys.stderr)  # noqa: T201
+        return run(_COMMANDS[options.command](settings, options))
+
+    try:
+        return guarded(options.command, work)
+    finally:
+        os.umask(mask)
+
+
+def guarded(command: str, work: Callable[[], int]) -> int:
+    """What `work` returns; the exit status and a line on stderr where it raises what an operator can help."""
+    try:
+        return work()
+    except (ConfigError, ChildStartError) as error:
+        print(f"kvasir {command}: {error}", file=sys.stderr)  # noqa: T201
         return BAD_SETTING_EXIT
     except ModuleNotFoundError as error:
         if error.name not in ENGINE_MODULES:
             raise
         print(  # noqa: T201
-            f"kvasir {options.command}: an engine needs {error.name}, which is not installed; "
+            f"kvasir {command}: an engine needs {error.name}, which is not installed; "
             f"`pip install -e '.[engine]'` in the repository brings it, and `kvasir gateway` does without",
             file=sys.stderr,
         )
         return BAD_SETTING_EXIT
     except OSError as error:
-        print(f"kvasir {options.command}: {error}", file=sys.stderr)  # noqa: T201
+        print(f"kvasir {command}: {error}", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
         return 0
-    finally:
-        os.umask(mask)
 
 
 def _client(options: argparse.Namespace) -> int:
     from gateway.client import commands
 
-    run = commands.purge if options.command == "purge" else commands.run
+    run = {"purge": commands.purge, "replicas": commands.replicas}.get(options.command, commands.run)
     try:
         return run(options, os.environ)
     except KeyboardInterrupt:
@@ -116,7 +128,10 @@ def _client(options: argparse.Namespace) -> int:
 
 
 async def _serve(settings: Settings, options: argparse.Namespace) -> None:
-    from gateway.serving import serve
+    if settings.server.workers > 1:
+        from gateway.workers import serve_workers as serve
+    else:
+        from gateway.serving import serve
 
     await serve(settings, environ=os.environ, own_engines=options.command == "serve", say=_say)
 
@@ -128,14 +143,15 @@ async def _engine(settings: Settings, options: argparse.Namespace) -> None:
     from engine.serving import serve as run_engine
 
     if options.until_eof:
-        threading.Thread(target=_terminate_at_eof, name="until-eof", daemon=True).start()
+        threading.Thread(target=terminate_at_eof, name="until-eof", daemon=True).start()
     await run_engine(settings.engine, settings.redis.url)
 
 
 _COMMANDS = {"serve": _serve, "gateway": _serve, "engine": _engine}
 
 
-def _run(work: Coroutine[Any, Any, None]) -> int:
+def run(work: Coroutine[Any, Any, None]) -> int:
+    """Runs it in an event loop, until it ends."""
     try:
         import uvloop
     except ImportError:
@@ -147,13 +163,6 @@ def _run(work: Coroutine[Any, Any, None]) -> int:
     finally:
         flush()  # in front of what stderr gets now
     return 0
-
-
-def _terminate_at_eof() -> None:
-    """Ends this process when its parent process is gone: standard input closes then."""
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _say(text: str) -> None:
@@ -179,11 +188,15 @@ def _parser(*, show_all: bool = False) -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.add_argument("--help-all", action="help", help="show all settings, by section")
+        if name != "engine":
+            text = "a server to use as an engine, one of [[replicas]]: vllm=http://host:8001; may be repeated"
+            command.add_argument(REPLICA_FLAG, action="append", default=[], metavar="KIND[:NAME]=URL", help=text)
         if name == "engine":
             command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
         _add_settings(command, _paths() if show_all else MAIN[name])
     add_batch_parser(commands)
     add_purge_parser(commands)
+    add_replicas_parser(commands)
     return parser
 
 

@@ -16,7 +16,7 @@ api/ writes these in its own shape.
     +-- RateLimitError             429  rate_limit_exceeded     retry: after retry_after_s; no, where it is None
     +-- QuotaError                 429  quota_exceeded          retry: no, something has to be deleted, or to end
     +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s; no engine took it
-    |   +-- NoEngineError          503                          the model is known, its engines are away
+    |   +-- NoEngineError          503                          the model is known, none of its engines can be reached
     |   +-- DeadlineError          503                          waited longer than the client's or our limit
     |   +-- RedisDownError         503                          what is requested is in Redis, which does not answer
     |   +-- UpstreamsAwayError     503                          all upstreams of the model: breaker open, or busy

@@ -34,7 +34,7 @@ class KeyMisses:
         self._logged: set[str] = set()  # tenants
 
     def look(self, request: Request, prompt: EncodedPrompt) -> None:
-        """Call it after `meter_start`. Sets `missed_by_key` of the trace; the first time for a tenant it is logged."""
+        """Call it after `meter_cached`. Sets `missed_by_key` of the trace; the first time for a tenant it is logged."""
         scope = request.scope
         if scope is None or not scope.key or prompt.num_tokens < BEGINNING_TOKENS or not request.use_cache:
             return
@@ -60,11 +60,16 @@ class KeyMisses:
             )
 
 
-def meter_start(request: Request, prompt: EncodedPrompt, block_size: int, update: SequenceUpdate) -> None:
-    """With the first update of a sequence: what was reused and leased, and when the first token came."""
+def meter_start(request: Request, update: SequenceUpdate) -> None:
+    """With the first update of a sequence: when the first token came."""
+    request.trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
+    request.trace.queue_ms += update.queue_ms or 0.0
+
+
+def meter_cached(request: Request, prompt: EncodedPrompt, block_size: int, update: SequenceUpdate) -> None:
+    """With the first update, and again with the one that says what was reused, where that is a later one: what was
+    reused and leased."""
     trace = request.trace
-    trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
-    trace.queue_ms += update.queue_ms or 0.0
     trace.cached_tokens = update.cached_tokens or 0
     trace.lease_read_tokens = update.lease_read_tokens or 0
     trace.lease_write_tokens = update.lease_write_tokens or 0

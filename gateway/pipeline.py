@@ -4,7 +4,7 @@
     2. prompts     render, split, tokenise what is new, chain the block hashes
     3. index       which engine holds the longest prefix of this prompt?
     4. + 5. queue  wait for a slot, where the first token will come soonest
-    6. engine      stream the tokens; detokenise; stop; meter
+    6. engine      stream the tokens; detokenise; stop; meter; if it is lost, from step 3 on with another
     7. responses   remember the answer, if it may be remembered
 
 What a failing stage does is written where it is called. Only api/stream.py consumes `answer`, through aclosing.
@@ -14,29 +14,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 
-from engine.protocol import Breakpoint, Hello, Sampling, SequenceUpdate, TokenLogprobs
+from engine.protocol import Breakpoint, Hello, Sampling, SequenceUpdate
 from gateway.errors import (
-    BadRequestError,
     ContextLengthError,
-    DeadlineError,
-    EngineFailedError,
     EngineLostError,
     EnginesDiedError,
-    KvasirError,
+    NoEngineError,
     OverloadedError,
+    QueueFullError,
+    UnsupportedError,
 )
-from gateway.metering import KeyMisses, meter_start, usage_of
-from gateway.stages import Engine, Index, Prompts, Queue, Reader, Registry, Responses
-from gateway.types import Ask, EncodedPrompt, Event, Finished, FinishReason, Group, Request, Started
+from gateway.metering import KeyMisses
+from gateway.receipts import Receipts
+from gateway.sequence import RunningSequence
+from gateway.stages import Engine, Index, Prompts, Queue, Registry, Responses
+from gateway.types import Ask, EncodedPrompt, Event, Group, Request
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""Engines that are tried before the first byte is sent."""
+"""Engines that work on one request, one after another: as one was lost before its first token, or after it."""
 
 
 class Pipeline:
@@ -50,23 +51,23 @@ class Pipeline:
         registry: Registry,
         queue: Queue,
         responses: Responses | None = None,
+        receipts: Receipts | None = None,
     ) -> None:
         self._responses = responses
         self._prompts = prompts
         self._index = index
         self._registry = registry
         self._queue = queue
+        self._receipts = receipts or Receipts()
         self._key_misses = KeyMisses()
 
     async def count(self, request: Request) -> int:
         """Tokens of its prompt. Raises what `answer` raises for a prompt that no engine can be given."""
-        model = self._registry.serving(request.model)[0].hello
-        return (await self._prompts.encode(request, model)).num_tokens
+        return (await self._encode(request)).num_tokens
 
     async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
         """Where the markers of its prompt are, in tokens, without asking an engine. Raises as `count` does."""
-        model = self._registry.serving(request.model)[0].hello
-        return (await self._prompts.encode(request, model)).breakpoints
+        return (await self._encode(request)).breakpoints
 
     def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Started, any number of TextDeltas and CallDeltas, Finished. Raises a KvasirError instead of, or after, any of
@@ -77,78 +78,101 @@ class Pipeline:
         model = self._registry.serving(request.model)[0].hello
         return self._responses.answer(request, model, self._answer)
 
+    async def _encode(self, request: Request) -> EncodedPrompt:
+        """As the first engine of its model renders it, which is how the others do, as a rule."""
+        engine = self._registry.serving(request.model)[0]
+        prompt = await self._prompts.encode(request, engine.hello)
+        with suppress(EngineLostError, UnsupportedError):  # the one that gets it is asked in step 6
+            prompt = await engine.render(prompt, request)
+        return prompt
+
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Steps 2 to 6."""
         # 2. Render and tokenise. All engines of a model share tokeniser and context.
         model = self._registry.serving(request.model)[0].hello
-        prompt = await self._prompts.encode(request, model)
+        prompt = await self._encode(request)
         sampling = _fit(request, prompt, model)
         if request.tool_use is not None:
             request = replace(request, constraint=self._prompts.constraint(request, model))
         request.trace.prompt_tokens = prompt.num_tokens
         request.trace.tokenized_tokens = prompt.new_tokens
 
-        lost: set[str] = set()
-        dead: EngineLostError | None = None
+        sequence = RunningSequence(self._prompts, self._key_misses, self._receipts, request, prompt, sampling)
+        losses = _Losses()
         for attempt in range(1, MAX_ATTEMPTS + 1):
             engine: Engine | None = None
             try:
                 # 3. Which of the engines that are there now hold its prefix?
-                engines, ask = await self._ask(request, prompt, lost)
-                waited_s = time.monotonic()
+                engines, ask = await self._ask(request, sequence, losses.engines)
+                asked_s = time.monotonic()
                 # 4. + 5. Wait for a slot, at the one where the first token will come soonest.
                 async with self._slot(request, engines, ask) as engine:
-                    now = time.monotonic()
-                    request.trace.queue_ms += (now - waited_s) * 1e3
-                    request.trace.overhead_ms = (now - request.received_s) * 1e3 - request.trace.queue_ms
+                    sequence.give(engine, self._predict(request, sequence, engine, ask), time.monotonic() - asked_s)
+                    prompt = await engine.render(sequence.prompt, request)
+                    if prompt is not sequence.prompt:  # another one's rendering is not what it continues
+                        sequence.replace_prompt(prompt, _fit(request, prompt, model))
                     # 6. Stream.
-                    sequence = _Sequence(self._prompts, self._key_misses, request, prompt, engine)
-                    async with aclosing(engine.generate(prompt, sampling, request)) as updates:
+                    async with aclosing(engine.generate(sequence.prompt, sequence.sampling, request)) as updates:
                         async for update in updates:
                             for event in sequence.feed(update):
                                 yield event
                             if sequence.ended:
                                 return
-                            if time.monotonic() > request.deadline_s:
-                                raise DeadlineError(
-                                    "The answer took longer than this server allows (server.request_timeout_s)."
-                                )
                     raise EngineLostError(f"Engine {engine.name} ended the answer without a reason.")
             except EngineLostError as error:
-                dead = self._try_again(request, error, dead, attempt)
-                if engine is not None:
-                    lost.add(engine.hello.incarnation)
-                name = engine.name if engine else "of a group"
-                log.warning("engine %s was lost before the first token; request %s goes on", name, request.request_id)
-            except OverloadedError as error:
-                if dead is None or request.trace.first_token_ms is not None:
+                if sequence.is_complete:
+                    break
+                self._go_on(request, sequence, engine, error, losses, last=attempt == MAX_ATTEMPTS)
+            except (OverloadedError, QueueFullError) as error:
+                if (cause := losses.cause(begun=sequence.has_begun, taken=engine is not None)) is None:
                     raise
-                raise dead from error
+                raise cause from error
+        for event in sequence.feed(SequenceUpdate(0, finish="length")):  # all that is missing is to be told the end
+            yield event
 
-    def _try_again(
-        self, request: Request, error: EngineLostError, dead: EngineLostError | None, attempt: int
-    ) -> EngineLostError | None:
-        """Before the first byte another engine takes over; after it the dialect ends the stream with an error. Returns
-        the error of an engine that died, if one has; raises the error for the client."""
-        if request.trace.first_token_ms is not None:
+    def _go_on(
+        self,
+        request: Request,
+        sequence: RunningSequence,
+        engine: Engine | None,
+        error: EngineLostError,
+        losses: _Losses,
+        *,
+        last: bool,
+    ) -> None:
+        """Another engine takes over, before the first byte and after it. Raises the error for the client where none
+        may; the dialect ends a stream that has begun with it. `last`: no further one is tried."""
+        if not sequence.may_go_on:
             raise error
         if error.died and request.lane == "batch":  # its line is counted, and tried again when it is alone
             raise error
-        if error.died and dead is not None:
+        if error.died and losses.dead is not None:
             raise EnginesDiedError from error
-        if attempt == MAX_ATTEMPTS:
+        if last and sequence.has_begun:
+            raise error
+        if last:
             raise OverloadedError(f"No engine took the request. {error.message}", retry_after_s=1.0) from error
-        request.trace.retries = attempt
-        return error if error.died else dead
+        losses.add(engine, error)
+        sequence.take_back()
+        request.trace.retries += 1
+        name = engine.name if engine else "of a group"
+        place = f"after {sequence.num_tokens} tokens of the answer" if sequence.has_begun else "before the first token"
+        log.warning("engine %s was lost %s; request %s goes on at another", name, place, request.request_id)
 
-    async def _ask(self, request: Request, prompt: EncodedPrompt, lost: set[str]) -> tuple[Sequence[Engine], Ask]:
+    async def _ask(self, request: Request, sequence: RunningSequence, lost: set[str]) -> tuple[Sequence[Engine], Ask]:
         """The engines that serve its model, and what it would cost them."""
-        engines = self._registry.serving(request.model)
+        engines, prompt = self._registry.serving(request.model), sequence.prompt
+        if sequence.has_begun and not (engines := [engine for engine in engines if sequence.fits(engine)]):
+            raise NoEngineError(request.model, retry_after_s=1.0)
         names = [engine.hello.incarnation for engine in engines]
         names = [name for name in names if name not in lost] or names
         held: Mapping[str, int] = {}
         # With one engine there is nothing to choose, and without waiting requests nothing to order.
-        looked_up = request.use_cache and (len(names) > 1 or (self._queue.waiting and request.lane == "online"))
+        looked_up = request.use_cache and (
+            len(names) > 1
+            or (self._queue.waiting and request.lane == "online")
+            or any(self._index.recall(name, b"") is None for name in names)
+        )
         if looked_up:
             held = await self._index.find(request.model, prompt.digests, names)
         block_size = engines[0].hello.namespace.block_size
@@ -159,13 +183,23 @@ class Pipeline:
             cached_tokens={incarnation: blocks * block_size for incarnation, blocks in held.items()},
             avoid=frozenset(lost),
             lane=request.lane,
-            tier=request.tier,
+            tier="priority" if sequence.has_begun else request.tier,  # its client is in the middle of an answer
             priority=request.priority,
             weight=request.tenant.weight,
             digests=prompt.digests if looked_up or (request.use_cache and request.lane == "batch") else b"",
             block_size=block_size,
             affinity=request.affinity,
         )
+
+    def _predict(self, request: Request, sequence: RunningSequence, engine: Engine, ask: Ask) -> int | None:
+        """Tokens of its prompt that the engine will reuse, as the index has it now that there is a slot. None for what
+        reuses nothing, or what another answer to the same prompt computes."""
+        if not request.use_cache or request.number:
+            return None
+        incarnation, prompt = engine.hello.incarnation, sequence.prompt
+        blocks = self._index.recall(incarnation, prompt.digests)
+        held = ask.cached_tokens.get(incarnation, 0) if blocks is None else blocks * ask.block_size
+        return engine.reused(held, prompt.num_tokens)
 
     def _slot(self, request: Request, engines: Sequence[Engine], ask: Ask) -> AbstractAsyncContextManager[Engine]:
         group = request.group
@@ -187,80 +221,25 @@ class Pipeline:
             yield engine
 
 
-class _Sequence:
-    """Updates of one sequence into the events of its answer, metered in the request's trace. `ended` when the last of
-    them is there."""
+@dataclass(slots=True)
+class _Losses:
+    """Engines that one request lost."""
 
-    def __init__(
-        self, prompts: Prompts, key_misses: KeyMisses, request: Request, prompt: EncodedPrompt, engine: Engine
-    ) -> None:
-        self._prompts = prompts
-        self._key_misses = key_misses
-        self._request = request
-        self._prompt = prompt
-        self._engine = engine
-        self._reader = prompts.reader(request, engine.hello)
-        self.ended = False
-        request.trace.engine = engine.name
+    engines: set[str] = field(default_factory=set)  # incarnations
+    last: EngineLostError | None = None
+    dead: EngineLostError | None = None  # of one that died
 
-    def feed(self, update: SequenceUpdate) -> list[Event]:
-        """What became certain with this update. Raises what the engine failed with."""
-        if update.finish == "error":
-            raise _failure(self._request, update)
-        trace, reader = self._request.trace, self._reader
-        events: list[Event] = [self._start(update)] if trace.first_token_ms is None else []
-        for tokens, logprobs in _slices(self._request, update):
-            trace.completion_tokens += len(tokens)
-            events += reader.feed(tokens, logprobs)
-            if reader.ended:
-                break
-        trace.completion_tokens += update.stop_id is not None and not reader.ended
-        complete = update.finish in ("stop", "length")
-        if complete and not reader.ended:
-            events += reader.flush()
-        if complete or reader.ended:
-            self.ended = True
-            trace.finish = reason = _reason(reader, update)
-            events.append(Finished(reason, usage_of(trace), reader.met))
-        return events
+    def add(self, engine: Engine | None, error: EngineLostError) -> None:
+        self.last, self.dead = error, error if error.died else self.dead
+        if engine is not None:
+            self.engines.add(engine.hello.incarnation)
 
-    def _start(self, update: SequenceUpdate) -> Started:
-        request, hello = self._request, self._engine.hello
-        meter_start(request, self._prompt, hello.namespace.block_size, update)
-        self._key_misses.look(request, self._prompt)
-        logprobs = update.prompt_logprobs
-        scored = () if logprobs is None else self._prompts.score(self._prompt, logprobs, hello)
-        return Started(self._engine.name, usage_of(request.trace), scored)
-
-
-def _slices(request: Request, update: SequenceUpdate) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:
-    """Its tokens one by one where the text may end an answer, so that nothing behind that end is counted: how many
-    tokens come with an update is chance."""
-    tokens, logprobs = update.tokens, update.logprobs or ()
-    if len(tokens) < 2 or not (request.stop or (request.tool_use and not request.tool_use.parallel)):
-        yield tokens, logprobs
-        return
-    for index in range(len(tokens)):
-        yield tokens[index : index + 1], logprobs[index : index + 1]
-
-
-def _reason(reader: Reader, update: SequenceUpdate) -> FinishReason:
-    if update.finish == "length" and not reader.ended:
-        return "length"
-    return "tool_calls" if reader.called else "stop"
-
-
-def _failure(request: Request, update: SequenceUpdate) -> KvasirError:
-    """A grammar that cannot be carried out is the client's; everything else is the engine's."""
-    if update.grammar_path is None or request.constraint is None:
-        return EngineFailedError(update.error or "The engine failed on this request.")
-    param = request.constraint.param
-    path = f"{param}.{update.grammar_path}" if update.grammar_path else param
-    for inside, place in request.constraint.places:
-        if update.grammar_path == inside or update.grammar_path.startswith(f"{inside}."):
-            path = place + update.grammar_path[len(inside) :]
-    message = f"Invalid '{path}': {update.error}."
-    return BadRequestError(message, param=path, code="invalid_grammar", reason=update.error)
+    def cause(self, *, begun: bool, taken: bool) -> EngineLostError | None:
+        """Why a request fails that no engine has room for: in the middle of its answer because it lost one, unless the
+        next one has `taken` it; before it because one died."""
+        if not begun:
+            return self.dead
+        return None if taken else self.last
 
 
 def _fit(request: Request, prompt: EncodedPrompt, model: Hello) -> Sampling:

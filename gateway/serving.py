@@ -10,84 +10,117 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
+from typing import Final
 
 from aiohttp import web
 
 from engine.compute.machine import choose_threads, usable_cores
-from engine.config import EngineSettings
 from gateway import tasks
+from gateway.admin.sources import no_others
 from gateway.api.descriptors import Site, raise_limit
-from gateway.api.routes import RUNNER, app_runner
-from gateway.app import Gateway, upstream_keys, upstream_proxies
+from gateway.api.routes import ADMIN, RUNNER, app_runner
+from gateway.app import REPLICA_VARIABLES, Gateway, replica_keys, upstream_keys, upstream_proxies
 from gateway.config import Settings
-from gateway.engine_processes import EngineProcesses, EngineStartError
+from gateway.engine_processes import EngineProcesses
+from gateway.parent import Parent
+from gateway.processes import ChildStartError
 from gateway.queues.batch.worker import Worker
 from gateway.redis_server import RedisServer, RedisStartError
-from gateway.storage.redis_calls import connect, warn_of_eviction
+from gateway.storage.redis_calls import close, connect, warn_of_eviction
 from gateway.tasks import share_interpreter
 from gateway.version import installed_version
+from gateway.vllm_process import VllmProcess, choose_engine
 
 log = logging.getLogger(__name__)
 
+SAME_ENGINES_S: Final = 15.0
+"""That a worker which is started again waits for the engines that the others have. Then it answers without them."""
+
+LOOK_S: Final = 0.05
+
 
 async def serve(
-    settings: Settings, *, environ: Mapping[str, str], own_engines: bool, say: Callable[[str], None]
+    settings: Settings,
+    *,
+    environ: Mapping[str, str],
+    own_engines: bool,
+    say: Callable[[str], None],
+    parent: Parent | None = None,
 ) -> None:
     """Runs until SIGTERM or SIGINT, then lets what is in flight end.
 
-    own_engines  start engines.count engines, and a Redis when none is configured
+    own_engines  start engines, and a Redis when none is configured
     say          prints a few lines about what was started
-    Raises EngineStartError when an engine cannot work with its settings, OSError when the port is in use.
+    parent       of a worker: it has started them, and bound the port
+    Raises ChildStartError when an engine cannot work with its settings, ConfigError when there is none of that kind,
+    OSError when the port is in use.
     """
     share_interpreter()
     raise_limit()
+    if own_engines and parent is None:
+        settings = choose_engine(settings, environ)
     stop = _stop_at_signals()
-    fatal: list[EngineStartError] = []
+    fatal: list[ChildStartError] = []
 
-    def give_up(error: EngineStartError) -> None:
+    def give_up(error: ChildStartError) -> None:
         fatal.append(error)
         stop.set()
 
     async with AsyncExitStack() as stack:
         # 1. Redis: the configured one, or an own one; without any the index is in memory.
-        redis_url = settings.redis.url
+        redis_url = settings.redis.url if parent is None else parent.place.redis_url
         if redis_url is None and own_engines:
-            redis_url = await _start_redis(settings, stack)
+            redis_url = await start_redis(settings, stack)
         redis = connect(redis_url, settings.redis.timeout_s) if redis_url else None
         if redis is not None:
-            stack.push_async_callback(redis.aclose)
+            stack.push_async_callback(close, redis)
             looking = tasks.spawn(warn_of_eviction(redis), name="look at the policy of Redis")
             stack.push_async_callback(tasks.cancel, looking)
         # 2. The stages, and the port: requests are answered from now on, with 503 until there is an engine.
         keys, proxies = upstream_keys(settings, environ), upstream_proxies(settings, environ)
-        gateway = Gateway(settings, redis, redis_url, keys, proxies)
+        gateway = Gateway(
+            settings,
+            redis,
+            redis_url,
+            keys,
+            proxies,
+            replica_keys(settings, environ),
+            {name: value for name, value in environ.items() if name.startswith(REPLICA_VARIABLES)},
+            total=no_others if parent is None else parent.total,
+        )
         close_with(stack, gateway)
         app = gateway.web_app()
         runner = app_runner(app, settings.server)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        port = await _listen(runner, settings)
+        if parent is None:
+            port = await _listen(runner, settings)
         # 3. Engines: own ones, configured ones, and those that announce themselves.
         stack.push_async_callback(gateway.registry.stop)
-        if own_engines and settings.engines.count:
-            processes = EngineProcesses(
-                _engine_settings(settings),
-                settings.logs,
-                count=settings.engines.count,
-                folder=settings.server.data_dir / "engines",
-                redis_url=redis_url,
-                environ=environ,
-                worked=gateway.registry.was_joined,
-                on_fatal=give_up,
-            )
+        engine_urls = {} if parent is None else parent.place.engine_urls
+        if own_engines and parent is None:
+            processes = own_engines_of(settings, redis_url, environ, gateway.registry.was_joined, give_up)
             await stack.enter_async_context(processes)
-            for name, url in processes.urls.items():
-                gateway.registry.add(url, name)
+            engine_urls = dict(processes.urls)
+        for name, url in engine_urls.items():
+            gateway.registry.add(url, name)
         for url in settings.engines.urls:
             gateway.registry.add(url)
+        gateway.attach_replicas()
+        await gateway.fleet.start()
+        stack.push_async_callback(gateway.fleet.stop)
+        gateway.warmer.start()
+        stack.push_async_callback(gateway.warmer.stop)
         _start(gateway)
+        if parent is not None:  # the port is open all the time, and this worker has it once it is as good as others
+            await _same_engines(gateway, parent.place.joined, stop)
+            port = await _listen(runner, settings, parent.sockets)
+            await parent.connect(app[ADMIN].snapshot)
+            stack.push_async_callback(parent.close)
+            await parent.listening()
         await _first_engines(gateway, stop)
         worker = gateway.batch_worker = Worker(gateway.batches.stores, app[RUNNER], gateway.batches.changed)
         stack.push_async_callback(worker.close)
@@ -115,7 +148,7 @@ def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     for stage in (*stages, gateway.upstreams):
         stack.push_async_callback(stage.close)
     if gateway.batch_redis is not None:
-        stack.push_async_callback(gateway.batch_redis.aclose)
+        stack.push_async_callback(close, gateway.batch_redis)
     if gateway.semantic_cache is not None:  # what its audits have used by then is for the ledger
         stack.push_async_callback(gateway.semantic_cache.close)
 
@@ -129,7 +162,8 @@ def _start(gateway: Gateway) -> None:
         stage.start()
 
 
-async def _start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
+async def start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
+    """URL of an own Redis, which ends with the stack; None, and a warning, where none can be started."""
     server = RedisServer(settings.server.data_dir / "redis", settings.redis)
     try:
         await stack.enter_async_context(server)
@@ -139,18 +173,45 @@ async def _start_redis(settings: Settings, stack: AsyncExitStack) -> str | None:
     return server.url
 
 
-def _engine_settings(settings: Settings) -> EngineSettings:
-    """The engines of one machine share its cores, and the blocks on its disk."""
+def own_engines_of(
+    settings: Settings,
+    redis_url: str | None,
+    environ: Mapping[str, str],
+    worked: Callable[[str], bool],
+    on_fatal: Callable[[ChildStartError], None],
+) -> EngineProcesses | VllmProcess:
+    """The engines of `kvasir serve`, engines.count of them; see EngineProcesses. Those of one machine share its cores,
+    and the blocks on its disk. `settings` are those of choose_engine."""
+    if settings.engines.count and settings.engines.kind == "vllm":
+        return VllmProcess(settings, environ=environ, worked=worked, on_fatal=on_fatal)
     threads = choose_threads(settings.engine.threads, usable_cores(), settings.engines.count)
     disk_dir = settings.engine.disk_dir or settings.server.data_dir / "blocks"
-    return settings.engine.model_copy(update={"threads": threads, "disk_dir": disk_dir.absolute()})
+    return EngineProcesses(
+        settings.engine.model_copy(update={"threads": threads, "disk_dir": disk_dir.absolute()}),
+        settings.logs,
+        count=settings.engines.count,
+        folder=settings.server.data_dir / "engines",
+        redis_url=redis_url,
+        environ=environ,
+        worked=worked,
+        on_fatal=on_fatal,
+    )
 
 
-async def _listen(runner: web.AppRunner, settings: Settings) -> int:
-    site = Site(runner, settings.server.host, settings.server.port, backlog=1024)
-    await site.start()
+async def _listen(runner: web.AppRunner, settings: Settings, sockets: Sequence[socket.socket] = ()) -> int:
+    """Of a worker on its own sockets. Returns the port."""
+    for sock in sockets or (None,):
+        await Site(runner, settings.server.host, settings.server.port, backlog=1024, sock=sock).start()
     address = runner.addresses[0]
     return int(address[1])
+
+
+async def _same_engines(gateway: Gateway, urls: Collection[str], stop: asyncio.Event) -> None:
+    """Returns when these have joined, after SAME_ENGINES_S, or when it is time to stop."""
+    for _ in range(round(SAME_ENGINES_S / LOOK_S)):
+        if stop.is_set() or all(map(gateway.registry.was_joined, urls)):
+            return
+        await asyncio.sleep(LOOK_S)
 
 
 async def _first_engines(gateway: Gateway, stop: asyncio.Event) -> None:
@@ -174,7 +235,8 @@ def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[st
     models = list(gateway.registry.models())
     engines = gateway.registry.engines
     lines = [f"Kvasir {installed_version()} on {url}"]
-    if own_engines and settings.engines.count and settings.engine.model == "demo":
+    own_vllm = own_engines and settings.engines.count and settings.engines.kind == "vllm"
+    if own_engines and settings.engines.count and settings.engine.model == "demo" and not own_vllm:
         lines.append(
             "  model    demo: a tiny bundled model that talks English-looking nonsense.\n"
             "           A real one: ./deploy/serve --model Qwen/Qwen3-0.6B   (a hub id or a folder)"
@@ -183,9 +245,13 @@ def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[st
         lines.append(f"  model    {', '.join(models) or 'none yet'}")
     tokens = sum(engine.hello.num_blocks * engine.hello.namespace.block_size for engine in engines if engine.joined)
     lines.append(f"  engines  {len(engines)}, with room for {tokens:,} tokens of KV blocks")
+    if own_vllm:
+        lines.append(f"  vllm     {settings.replicas[-1].url}, started here (engines.kind)")
     own_redis = settings.redis.url is None
     where = f"own, in {settings.server.data_dir / 'redis'}" if own_redis else "as configured (redis.url)"
     lines.append(f"  redis    {where if gateway.redis_url else 'none: the index is in memory'}")
+    if settings.server.workers > 1:
+        lines.append(f"  workers  {settings.server.workers} processes on this port")
     if settings.upstreams:
         lines.append(f"  behind   {', '.join(upstream.name for upstream in settings.upstreams)} ([[upstreams]])")
     if settings.tenants:

@@ -63,6 +63,10 @@ class Prompts(Protocol):
         for a call."""
         ...
 
+    def extend(self, prompt: EncodedPrompt, answer: bytes, request: Request, model: Hello) -> EncodedPrompt:
+        """A prompt of `encode` with tokens of its answer behind it, TOKEN_BYTES each. Its chain of digests goes on."""
+        ...
+
     def reader(self, request: Request, model: Hello) -> Reader:
         """For an answer to an encoded request."""
         ...
@@ -81,6 +85,11 @@ class Index(Protocol):
 
     async def find(self, model: str, digests: bytes, incarnations: Sequence[str]) -> Mapping[str, int]:
         """Leading blocks of `digests` that each engine holds; engines without any may be missing."""
+        ...
+
+    def recall(self, incarnation: str, digests: bytes) -> int | None:
+        """The same of one engine without waiting, as this gateway's own memory has it; None: that has nothing of the
+        engine."""
         ...
 
 
@@ -103,10 +112,22 @@ class Engine(Protocol):
         """Tenant -> prompt tokens of its online requests from this gateway that have no token yet."""
         ...
 
+    def reused(self, held_tokens: int, prompt_tokens: int) -> int:
+        """What it reuses of a prompt of which it holds so many leading tokens: whole blocks of its own, and never the
+        last token, which is always computed."""
+        ...
+
+    async def render(self, prompt: EncodedPrompt, request: Request) -> EncodedPrompt:
+        """The request's prompt in the tokens that it has at this engine: `prompt` itself, but for a server that is
+        known to render it in another way. Raises EngineLostError when it does not answer, BadRequestError for what it
+        refuses, UnsupportedError when it does not say its tokens."""
+        ...
+
     def generate(
         self, prompt: EncodedPrompt, sampling: Sampling, request: Request
     ) -> AsyncGenerator[SequenceUpdate, None]:
-        """Closing it aborts the sequence. Raises EngineLostError, and EngineFailedError for this sequence alone."""
+        """Closing it aborts the sequence. Raises EngineLostError, EngineFailedError for this sequence alone, and
+        DeadlineError at request.deadline_s."""
         ...
 
 
@@ -114,7 +135,7 @@ class Registry(Protocol):
     """Which engines there are. Joined, reachable and not draining."""
 
     def serving(self, model: str) -> Sequence[Engine]:
-        """Never empty. Raises ModelNotFoundError, and NoEngineError when the model's engines are away."""
+        """Never empty. Raises ModelNotFoundError, and NoEngineError when none of the model's engines can be reached."""
         ...
 
     def models(self) -> Mapping[str, int]:

@@ -38,29 +38,42 @@ class Accounting:
         """Only what reached an engine counts: who was refused has used nothing."""
         if record.tenant is None or record.model is None:
             return
-        model, traces = record.model, record.traces
-        paid_tokens = sum([trace.paid_tokens for trace in traces])
-        computed = [trace for trace in traces if trace.hit is None and trace.first_token_ms is not None]
-        hits = tuple([_once(trace.hit, trace) for trace in traces if trace.hit is not None])
-        if not (computed or hits or paid_tokens or record.embedded_tokens):
+        model, hits, prompts = record.model, list[Hit](), list[Trace]()
+        prompt_tokens = cached_tokens = reused_tokens = completion_tokens = 0
+        reused_ms, computed, upstream_computed, by_upstream = 0.0, False, False, False
+        for trace in record.traces:
+            completion_tokens += trace.paid_tokens
+            by_upstream |= trace.by_upstream
+            if trace.hit is not None:
+                hits.append(_once(trace.hit, trace))
+            elif trace.first_token_ms is not None:
+                computed = True
+                upstream_computed |= trace.by_upstream
+                completion_tokens += trace.completion_tokens
+                if not trace.fork:
+                    prompts.append(trace)
+                    prompt_tokens += trace.prompt_tokens
+                    cached_tokens += trace.reported_cached_tokens
+                    reused_tokens += trace.cached_tokens
+                    reused_ms += self._reused_ms(model, trace) if trace.cached_tokens else 0.0
+        if not (computed or hits or completion_tokens or record.embedded_tokens):
             return
-        prompts = [trace for trace in computed if not trace.fork]
         self._add(
             Entry(
                 tenant=record.tenant,
                 model=model,
                 lane=record.lane,
-                prompt_tokens=sum([trace.prompt_tokens for trace in prompts]),
-                cached_tokens=sum([trace.reported_cached_tokens for trace in prompts]),
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached_tokens,
                 writes=_writes(prompts) if record.dialect.tells_writes else (),
-                completion_tokens=sum([trace.completion_tokens for trace in computed]) + paid_tokens,
+                completion_tokens=completion_tokens,
                 embedded_tokens=record.embedded_tokens,
                 total_ms=record.total_ms,
-                reused_tokens=sum([trace.cached_tokens for trace in prompts]),
-                reused_ms=sum([self._reused_ms(model, trace) for trace in prompts if trace.cached_tokens]),
-                reused_by="upstream" if any(trace.by_upstream for trace in computed) else "prefix",
-                by_upstream=any(trace.by_upstream for trace in traces),
-                hits=hits,
+                reused_tokens=reused_tokens,
+                reused_ms=reused_ms,
+                reused_by="upstream" if upstream_computed else "prefix",
+                by_upstream=by_upstream,
+                hits=tuple(hits),
             )
         )
         for trace in prompts:
@@ -124,7 +137,7 @@ class PrefillTimes:
 
     def note(self, model: str, tokens: int, ms: float) -> None:
         """A request with so many tokens that were not cached had its first token after so long."""
-        count, x, y, xx, xy = (DECAY * one for one in self._sums.pop(model, (0.0,) * 5))
+        count, x, y, xx, xy = [DECAY * one for one in self._sums.pop(model, (0.0,) * 5)]
         self._sums[model] = (count + 1, x + tokens, y + ms, xx + tokens * tokens, xy + tokens * ms)
         if len(self._sums) > MODELS:
             self._sums.popitem(last=False)

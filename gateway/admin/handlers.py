@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +13,12 @@ from aiohttp import web
 from engine.protocol import LANES
 from gateway.admin.ledger import grouped, totals_json
 from gateway.admin.metrics import CONTENT_TYPE, Metrics
-from gateway.admin.sources import EngineStatus, Sources
+from gateway.admin.sources import EngineStatus, Ledger, Sources
+from gateway.admin.sums import Snapshot, merged, snapshot
 from gateway.api.dialect import UNLISTED, Route
 from gateway.api.docs import base_url
 from gateway.api.replies import reply_json
+from gateway.errors import OverloadedError
 
 _SHARING = ("prefilled_tokens", "shared_tokens", "shared_waits", "forks")
 """Of an engine's counters: how often a prompt was computed, and how often that was not necessary."""
@@ -85,44 +89,44 @@ class Admin:
     async def health(self, http: web.Request) -> web.Response:
         """GET /health: readiness with a few details."""
         reason, sources = self._not_ready(), self._sources
+        with suppress(OverloadedError):
+            sources, _ = await self.figures()
         body: dict[str, Any] = {
             "status": "ok",
             "version": sources.version,
             "engines": {engine.name: engine.state for engine in sources.engines()},
             "redis": "up" if sources.redis().get("up") else "down",
         }
+        if workers := sources.workers():
+            body["workers"] = dict(workers)
         if upstreams := sources.upstreams():
             body["upstreams"] = {
                 name: "up" if one["breaker"] == "closed" else "down" for name, one in upstreams.items()
             }
         if reason is not None:
             return reply_json({**body, "status": "not ready", "reason": reason}, status=503)
-        if degraded := self._degraded():
+        if degraded := _degraded(sources):
             body |= {"status": "degraded", "reason": ", ".join(degraded)}
         return reply_json(body)
-
-    def _degraded(self) -> list[str]:
-        """What does not work, though requests can be answered."""
-        engines, upstreams, redis = self._sources.engines(), self._sources.upstreams(), self._sources.redis()
-        reasons = [f"engine {engine.name} is {engine.state}" for engine in engines if engine.state != "ready"]
-        reasons += [f"upstream {name} is down" for name, one in upstreams.items() if one["breaker"] != "closed"]
-        return [*reasons, "redis is down"] if redis.get("outages") and not redis.get("up") else reasons
 
     async def prometheus(self, http: web.Request) -> web.Response:
         """GET /metrics"""
         await self._sources.refresh()
-        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        _, metrics = await self.figures()
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def stats(self, http: web.Request) -> web.Response:
         """GET /admin/stats: cache, engines, queues, prompts, upstreams, redis, limits and tenants."""
         await self._sources.refresh()
-        sources, engines = self._sources, self._sources.engines()
+        sources, metrics = await self.figures()
+        engines, totals = sources.engines(), metrics.totals
         queues = {lane: sources.queue(lane) for lane in LANES}
         body = {
             "version": sources.version,
-            "uptime_s": round(time.monotonic() - self._started_s, 1),
-            "requests_in_flight": self._metrics.in_flight,
-            "cache": self._cache(),
+            "uptime_s": round(self._uptime_s(), 1),
+            **({"workers": workers} if (workers := sources.workers()) else {}),
+            "requests_in_flight": metrics.in_flight,
+            "cache": _cache(totals),
             "engines": [
                 _engine(engine, sum(queue.in_flight.get(engine.name, 0) for queue in queues.values()))
                 for engine in engines
@@ -130,23 +134,30 @@ class Admin:
             "queues": {lane: asdict(queue) for lane, queue in queues.items()},
             "prompts": sources.prompts(),
             "embeddings": sources.embeddings(),
-            "ledger": self._ledger(),
+            "ledger": _ledger(sources.ledger),
             "upstreams": sources.upstreams(),
             "redis": sources.redis(),
             "limits": sources.limits(),
             "response_cache": sources.response_cache(),
             "batches": sources.batches(),
             "tenants": {
-                tenant: {**totals, "cached_ratio": _ratio(totals["cached_tokens"], totals["prompt_tokens"])}
-                for tenant, totals in self._metrics.totals.items()
+                tenant: {**own, "cached_ratio": _ratio(own["cached_tokens"], own["prompt_tokens"])}
+                for tenant, own in totals.items()
             },
         }
         return reply_json(body)
 
-    def _ledger(self) -> dict[str, Any]:
-        ledger = self._sources.ledger
-        everything = grouped(ledger.totals, ()).get((), {})
-        return {**totals_json(everything), "pending_rows": ledger.pending, "dropped": ledger.dropped}
+    def snapshot(self) -> Snapshot:
+        """Of this process alone."""
+        return snapshot(self._sources, self._metrics, self._uptime_s())
+
+    async def figures(self) -> tuple[Sources, Metrics]:
+        """Of this process, or of all workers that it is one of. Raises OverloadedError."""
+        total = await self._sources.total(self.snapshot())
+        return (self._sources, self._metrics) if total is None else merged(self._sources, total)
+
+    def _uptime_s(self) -> float:
+        return time.monotonic() - self._started_s
 
     def _not_ready(self) -> str | None:
         if self._sources.draining():
@@ -156,10 +167,26 @@ class Admin:
             return "no engine is ready"
         return None
 
-    def _cache(self) -> dict[str, Any]:
-        names = ("prompt_tokens", "cached_tokens", "tokenized_tokens")
-        sums = {name: sum(totals[name] for totals in self._metrics.totals.values()) for name in names}
-        return {**sums, "cached_ratio": _ratio(sums["cached_tokens"], sums["prompt_tokens"])}
+
+def _degraded(sources: Sources) -> list[str]:
+    """What does not work, though requests can be answered."""
+    engines, upstreams, redis, workers = sources.engines(), sources.upstreams(), sources.redis(), sources.workers()
+    reasons = [f"engine {engine.name} is {engine.state}" for engine in engines if engine.state != "ready"]
+    reasons += [f"upstream {name} is down" for name, one in upstreams.items() if one["breaker"] != "closed"]
+    if missing := workers.get("configured", 0) - workers.get("running", 0):
+        reasons.append(f"{missing} of {workers['configured']} workers are down")
+    return [*reasons, "redis is down"] if redis.get("outages") and not redis.get("up") else reasons
+
+
+def _cache(totals: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    names = ("prompt_tokens", "cached_tokens", "tokenized_tokens")
+    sums = {name: sum(own[name] for own in totals.values()) for name in names}
+    return {**sums, "cached_ratio": _ratio(sums["cached_tokens"], sums["prompt_tokens"])}
+
+
+def _ledger(ledger: Ledger) -> dict[str, Any]:
+    everything = grouped(ledger.totals, ()).get((), {})
+    return {**totals_json(everything), "pending_rows": ledger.pending, "dropped": ledger.dropped}
 
 
 def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
@@ -187,8 +214,10 @@ def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
         "decode_tokens_per_s": round(load.decode_tokens_per_s, 1),
         "evictions": stats.get("evictions"),
         "sharing": {key: stats.get(key) for key in _SHARING},
+        "receipts": engine.receipts,
         "leases": stats.get("leases"),
         "tiers": stats.get("tiers"),
+        "replica": engine.replica or None,
     }
 
 

@@ -7,14 +7,15 @@ Requests are counted as they finish; figures of engines, queue, memos and Redis 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from gateway.admin.scraped import Scraped
 from gateway.admin.sources import Sources
-from gateway.admin.tallies import Counts, Durations, IgnoredFieldCounts
+from gateway.admin.tallies import BOUNDS_S, Counts, Durations, IgnoredFieldCounts
 from gateway.api.record import CLIENT_LEFT, Record, is_final
 
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -30,8 +31,12 @@ TOKENS: Final = {
     "tokenized": "Tokens of prompts that had to be tokenised, because their segments were new.",
 }
 """Of traces and totals, where `_tokens` is in their names."""
+_tokens_of: Final = attrgetter(*(f"{kind}_tokens" for kind in TOKENS))
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_HITS: Final = "hits"
+"""Among the series; of no metric of its own."""
 
 COUNTED_AT_ONCE: Final = 64
 """Records of hits. In a row they cost a fifth of what each does alone, between requests, when the processor has to
@@ -54,6 +59,7 @@ class Metrics:
         self._hits: Counter[str] = Counter()  # answers from the response cache, by tenant
         self._finished: list[Record] = []  # hits that are in no sum yet
         self.in_flight = 0
+        self._own: dict[str, Counts | Durations] = {}  # by name
         self._requests = self._counts(
             "requests",
             "Finished requests; status 499 is a client that left.",
@@ -79,13 +85,18 @@ class Metrics:
             "Answers by outcome: exact, shared, semantic, miss, bypass.",
             (*tenant_model, "outcome"),
         )
-        self._retries = self._counts("retries", "Requests sent to another engine before the first byte.", ("model",))
+        self._retries = self._counts("retries", "Times that another engine took over a request.", ("model",))
         self._first_token = self._histogram("first_token", "From arrival to the first token.", TOKEN_SECONDS)
         self._queue = self._histogram("queue", "Waiting for a slot, in the gateway and the engine.", TOKEN_SECONDS)
         self._overhead = self._histogram("overhead", "The gateway's own time for a request.", OVERHEAD_SECONDS)
         self._duration = self._histogram("request", "From arrival to the last byte.", REQUEST_SECONDS)
+        lag = "event_loop_{}_seconds".format
+        self.lag = self._durations(lag("lag"), "How late the event loop came to a timer.", (), BOUNDS_S)
+        self.own_lag = self._durations(
+            lag("own_lag"), "The part of the lag in which the gateway itself ran.", (), BOUNDS_S
+        )
         self._ignored = IgnoredFieldCounts()
-        self.registry.register(self._ignored)
+        self._register("ignored_fields", self._ignored)
         in_flight = Gauge("kvasir_requests_in_flight", "Requests being answered.", registry=self.registry)
         in_flight.set_function(lambda: self.in_flight)
         self.registry.register(Scraped(sources))
@@ -124,6 +135,18 @@ class Metrics:
         self._count_all()
         return generate_latest(self.registry)
 
+    def series(self) -> dict[str, Mapping[Any, Any]]:
+        """What requests added to each metric, by labels: for `load`."""
+        self._count_all()
+        return {_HITS: dict(self._hits), **{name: own.values() for name, own in self._own.items()}}
+
+    def load(self, series: Mapping[str, Mapping[Any, Any]], in_flight: int) -> None:
+        """Makes these, that are new, what `series` of others say."""
+        for name, own in self._own.items():
+            own.load(series.get(name, {}))
+        self._hits.update(series.get(_HITS, {}))
+        self.in_flight = in_flight
+
     def _count_all(self) -> None:
         for record in self._finished:
             self._count(record)
@@ -148,8 +171,8 @@ class Metrics:
                 self._hits[tenant] += 1
                 self._tokens["completion_tokens"].of(model, tenant).value += trace.paid_tokens
                 continue
-            for name, counts in self._tokens.items():
-                counts.of(model, tenant).value += getattr(trace, name)
+            for counts, tokens in zip(self._tokens.values(), _tokens_of(trace), strict=True):
+                counts.of(model, tenant).value += tokens
             if trace.lease is not None:
                 self._breakpoints.of(model, tenant, trace.lease.state).value += 1
             if trace.missed_by_key:
@@ -164,10 +187,17 @@ class Metrics:
 
     def _counts(self, name: str, text: str, labels: Sequence[str]) -> Counts:
         counts = Counts(f"kvasir_{name}", text, labels)
-        self.registry.register(counts)
+        self._register(name, counts)
         return counts
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Durations:
-        durations = Durations(f"kvasir_{name}_seconds", f"Seconds. {text}", ("model",), buckets)
-        self.registry.register(durations)
+        return self._durations(f"{name}_seconds", text, ("model",), buckets)
+
+    def _durations(self, name: str, text: str, labels: Sequence[str], bounds: tuple[float, ...]) -> Durations:
+        durations = Durations(f"kvasir_{name}", f"Seconds. {text}", labels, bounds)
+        self._register(name, durations)
         return durations
+
+    def _register(self, name: str, own: Counts | Durations) -> None:
+        self.registry.register(own)
+        self._own[name] = own

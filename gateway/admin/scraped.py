@@ -19,7 +19,6 @@ from prometheus_client.registry import Collector
 from engine.protocol import LANES, TIER_CODES
 from gateway.admin.sources import EngineStatus, Ledger, Sources
 from gateway.ledger.base import NANO, SAVERS
-from gateway.storage.redis_calls import unreadable
 
 MAX_TENANTS: Final = 32
 """Of one engine, in the metric of blocks that their leases keep."""
@@ -41,6 +40,45 @@ prefill_tokens_per_s | load/prefill_tokens_per_s | Tokens per second, moving ave
 decode_tokens_per_s | load/decode_tokens_per_s | Tokens per second, moving average.
 leases | lease_states/{state} | Leases that are kept, and those that degraded.
 tenant_leased_blocks | leased_by/{tenant} | Blocks that the leases of a tenant keep, of those that keep the most.
+[engines/{engine,model}/receipts/] engine_
+receipts_total | receipts | Requests with predicted and reported cached tokens.
+receipts_exact_total | exact | Of these, those where both are the same.
+predicted_tokens_total | predicted_tokens | Cached tokens that the index predicted.
+reported_tokens_total | cached_tokens | Cached tokens that the engine reported.
+prediction_error_tokens_total | error_tokens | Sum of the absolute differences between the two.
+over_predicted_tokens_total | over_tokens | Predicted tokens that were computed again.
+index_distrusted_total | distrusted | Times that the engine's index was dropped, because it predicted too much.
+[engines/{engine,model}/] replica_
+trust | trusts/{trust} | 1 for how far the index of the replica's cache can be trusted: exact, degraded, fallback.
+cache_worth_tokens | worth | Tokens reused from its cache, each counting half after every ten minutes.
+[engines/{engine,model}/replica/] replica_
+requests_total | requests | Sequences sent to the replica.
+failed_total | failed | Of these, those that it failed on.
+lost_total | lost | Of these, those whose connection was lost.
+warmed_tokens_total | warmed_tokens | Prompt tokens computed before any request wanted them.
+[engines/{engine,model}/replica/index/] replica_
+following | following | 1 while this gateway reads the replica's KV events.
+connected | connected | 1 while it is connected to them.
+indexed_blocks | blocks | Blocks of its index that this gateway keeps.
+orphans | orphans | Blocks that are not in the index, because the one in front of them is unknown.
+last_sequence | last_sequence | Number of the last batch of KV events; -1 before the first one.
+event_lag_seconds | lag_s | For how long it has not been known that all KV events are here.
+event_connections_total | connections | Connections made to the KV events.
+event_disconnections_total | disconnections | Of these, those that were lost.
+event_batches_total | batches | Batches of KV events.
+events_total | events | KV events.
+event_gaps_total | gaps | Times that batches were missing.
+event_lost_batches_total | lost | Batches that no replay had.
+event_replays_total | replays | Replays that were asked for.
+event_replay_failures_total | replay_failures | Of these, those that were not answered to their end.
+event_restarts_total | restarts | Times that the numbers began anew, because the server did.
+event_malformed_total | malformed | Messages that are no batch.
+event_unreadable_total | unreadable | Batches that could not be decoded.
+event_stored_blocks_total | stored_blocks | Blocks that entered the index.
+event_removed_blocks_total | removed_blocks | Blocks that left it.
+index_truncations_total | truncations | Times that the index began empty, because older events are lost.
+index_takeovers_total | takeovers | Times that this gateway began to follow the events.
+index_resyncs_total | resyncs | Times that the events were read again, because the index predicted too much.
 [engines/{engine,model}/stats/] engine_
 evictions_total | evictions | Evicted blocks.
 shared_tokens_total | shared_tokens | Cached tokens that another request computed after this one had arrived.
@@ -57,6 +95,10 @@ leases_kept_again_total | kept_again | Degraded leases that were used again and 
 leases_expired_total | expired | Leases whose time was up.
 leases_lost_total | lost | Leases whose blocks turned out to be unusable.
 leases_restored_total | restored | Leases of an earlier run that were kept again at the start.
+lease_touches_total | touches | Requests that renewed a lease on a replica.
+lease_touched_tokens_total | touched_tokens | Tokens that touches found.
+lease_recomputed_tokens_total | recomputed_tokens | Tokens that touches computed.
+lease_touch_failures_total | touch_failures | Touches that failed.
 lease_read_tokens_total | read_tokens | Tokens of the longest lease that each prompt began with.
 lease_blocks | blocks/{tier} | Blocks of a tier that leases keep.
 lease_budget_blocks | budget_blocks/{tier} | Blocks of a tier that leases may keep.
@@ -127,6 +169,8 @@ batch_lines_total | lines/{outcome} | Lines of batches by outcome.
 redis_up | redis/up | 1 while Redis is reachable; 0 while this gateway goes on with its own memory.
 redis_outages_total | redis/outages | Times that Redis became unreachable.
 redis_unreadable_total | redis/unreadable/{store} | Skipped entries in Redis that no gateway wrote.
+workers | workers/running | Processes of this gateway that answer requests, where it has several.
+worker_restarts_total | workers/restarts | Times that a process of this gateway ended and was started again.
 log_lost_lines_total | lost_lines | Log lines dropped because the log is read too slowly or cannot be written.
 """
 """[beginning of the paths] beginning of the names; then name | path | help of each metric. A name that ends with _total
@@ -178,6 +222,7 @@ def _samples(
 def _figures(sources: Sources) -> dict[str, Any]:
     response_cache, redis, batches = sources.response_cache(), sources.redis(), sources.batches()
     semantic = response_cache["semantic"] or {"spaces": ()}
+    redis = {"up": bool(redis.get("up")), **{name: redis.get(name, 0) for name in ("outages", "unreadable")}}
     jobs = ("in_flight", "paused_models", "open_jobs")
     return {
         "engines": {(engine.name, engine.model or "unknown"): _engine(engine) for engine in sources.engines()},
@@ -195,11 +240,17 @@ def _figures(sources: Sources) -> dict[str, Any]:
         "limits": sources.limits()["tenants"],
         "batches": {name: batches.get(name, 0) for name in jobs},
         "lines": {name: count for name, count in batches.items() if name not in jobs},
-        "redis": {"up": bool(redis.get("up")), "outages": redis.get("outages", 0), "unreadable": unreadable},
+        "redis": {
+            "up": bool(redis.get("up")),
+            "outages": redis.get("outages", 0),
+            "unreadable": redis.get("unreadable", {}),
+        },
         "lost_lines": sources.lost_lines(),
+        "workers": sources.workers(),
     }
 
 
+_TRUSTS: Final = ("exact", "degraded", "fallback")
 _BREAKER: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
 
@@ -207,11 +258,16 @@ def _engine(engine: EngineStatus) -> dict[str, Any]:
     leases = engine.stats.get("leases")
     leases = leases if isinstance(leases, Mapping) else {}
     blocks = list(_samples(leases, ("tenants", "{tenant}", "blocks")))
+    index = engine.replica.get("index") or {}
     most = heapq.nlargest(MAX_TENANTS, blocks, key=lambda sample: sample[1])
     return {
         "up": engine.state == "ready",
         "load": asdict(engine.load) if engine.incarnation is not None else {},
         "stats": engine.stats,
+        "receipts": engine.receipts,
+        "replica": engine.replica,
+        "trusts": {trust: float(trust == index["trust"]) for trust in _TRUSTS if index},
+        "worth": engine.receipts.get("recent_tokens") if engine.replica else None,
         "lease_states": {"kept": leases.get("kept"), "degraded": leases.get("degraded_now")},
         "leased_by": dict(most),
     }

@@ -26,6 +26,8 @@ class EngineStatus:
     block_size: int = 0
     load: Load = field(default_factory=Load)
     stats: Mapping[str, Any] = field(default_factory=dict)  # its own counters; empty when it does not answer
+    receipts: Mapping[str, float] = field(default_factory=dict)  # see gateway/receipts.py
+    replica: Mapping[str, Any] = field(default_factory=dict)  # see replicas/fleet.py; empty for a bundled engine
 
 
 class Ledger(Protocol):
@@ -54,6 +56,13 @@ class Ledger(Protocol):
         ...
 
 
+Total = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
+
+
+async def no_others(own: dict[str, Any]) -> None:
+    """A Total of a process that is a whole gateway."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
     """Each is asked anew for every scrape.
@@ -72,6 +81,9 @@ class Sources:
     batches     figures of the batch lane's worker: in_flight, paused_models, open_jobs, and lines since the start by
                 outcome; or empty
     draining    whether the server is ending and wants no new requests
+    workers     how many processes of this gateway run, and were started again; empty without any but this
+    total       the snapshot (admin/sums.py) of all workers together, given that of this process; None without others.
+                Raises OverloadedError when it is not to be had
     """
 
     refresh: Callable[[], Awaitable[None]]
@@ -90,6 +102,8 @@ class Sources:
     malformed: Callable[[], Mapping[str, int]]  # requests that were refused before they had a route, by reason
     draining: Callable[[], bool]
     version: str
+    workers: Callable[[], Mapping[str, int]] = dict
+    total: Total = no_others
 
     def all_joined(self) -> bool:
         """Whether there are engines, and all have said what they are. Until then any model may be one of theirs."""

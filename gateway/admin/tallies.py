@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -56,6 +55,15 @@ class Counts(Collector):
         """The values of the labels of each series, and the series."""
         return self._series.items()
 
+    def values(self) -> dict[tuple[str, ...], float]:
+        """By the values of the labels."""
+        return {labels: count.value for labels, count in self._series.items()}
+
+    def load(self, values: Mapping[tuple[str, ...], float]) -> None:
+        """Makes it what `values` of another, or the sum of several, say."""
+        for labels, value in values.items():
+            self.of(*labels).value = value
+
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for labels, count in self._series.items():
@@ -90,6 +98,16 @@ class Durations(Collector):
         if (seconds := self._series.get(labels)) is None:
             seconds = self._series[labels] = Seconds(self._bounds)
         return seconds
+
+    def values(self) -> dict[tuple[str, ...], list[float]]:
+        """By the values of the labels: how many are in each bucket, and the sum of all."""
+        return {labels: [*seconds.counts, seconds.sum] for labels, seconds in self._series.items()}
+
+    def load(self, values: Mapping[tuple[str, ...], Sequence[float]]) -> None:
+        """See Counts."""
+        for labels, (*counts, total) in values.items():
+            seconds = self.of(*labels)
+            seconds.counts, seconds.sum = list(map(int, counts)), total
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
@@ -127,27 +145,23 @@ class LoopLag:
                  rest is a machine that had no processor for it
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        name = "kvasir_event_loop_{}_seconds".format
-        lag = Durations(name("lag"), "Seconds. How late the event loop came to a timer.", (), BOUNDS_S)
-        own = Durations(name("own_lag"), "Seconds. The part of the lag in which the gateway itself ran.", (), BOUNDS_S)
-        registry.register(lag)
-        registry.register(own)
-        self._lag, self._own_lag = lag.of(), own.of()
+    def __init__(self, lag: Durations, own_lag: Durations) -> None:
+        self._lag, self._own_lag = lag.of(), own_lag.of()
         self._timer: asyncio.TimerHandle | None = None
 
     async def running(self, _: web.Application) -> AsyncIterator[None]:
         """While the application runs."""
-        self._look_again(asyncio.get_running_loop())
+        self._look_again(asyncio.get_running_loop(), time.monotonic(), time.process_time())
         yield
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = loop.call_later(EVERY_S, self._look, loop, time.monotonic() + EVERY_S, time.process_time())
+    def _look_again(self, loop: asyncio.AbstractEventLoop, now_s: float, ran_s: float) -> None:
+        self._timer = loop.call_later(EVERY_S, self._look, loop, now_s + EVERY_S, ran_s)
 
     def _look(self, loop: asyncio.AbstractEventLoop, due_s: float, ran_before_s: float) -> None:
-        late_s = max(0.0, time.monotonic() - due_s)
+        now_s, ran_s = time.monotonic(), time.process_time()
+        late_s = max(0.0, now_s - due_s)
         self._lag.add(late_s)
-        self._own_lag.add(min(late_s, time.process_time() - ran_before_s))
-        self._look_again(loop)
+        self._own_lag.add(min(late_s, ran_s - ran_before_s))
+        self._look_again(loop, now_s, ran_s)

@@ -27,7 +27,6 @@ from gateway.pipeline import Pipeline
 from gateway.stages import Prompts, Registry
 from gateway.tasks import off_loop
 from gateway.types import (
-    Need,
     Request,
     Tenant,
     TextPrompt,
@@ -155,7 +154,7 @@ class Answering:
 
     async def count(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> int:
         """Tokens of its prompt, for a request for that alone. Raises RateLimitError."""
-        await self.set_aside(record, lambda: ONLY_COUNTED)
+        await set_aside(self.limits, record, lambda: ONLY_COUNTED)
         return await self.tokens(record, tenant, call, model)
 
     async def tokens(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> int:
@@ -166,12 +165,8 @@ class Answering:
     async def begun(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """Its requests, once the tenant's limits have let it in. Raises RateLimitError, and what `requests` raises."""
         requests = self.requests(record, tenant, call, model)
-        await self.set_aside(record, lambda: need_of(call, record.body_bytes, model.context_tokens))
+        await set_aside(self.limits, record, lambda: need_of(call, record.body_bytes, model.context_tokens))
         return requests
-
-    async def set_aside(self, record: Record, need: Callable[[], Need]) -> None:
-        """What the record's request needs of its tenant's limits. Raises RateLimitError."""
-        await set_aside(self.limits, record, need)
 
     def requests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """One for each answer to each prompt, whose traces the record gets. Raises BadRequestError for token ids that
@@ -227,7 +222,7 @@ class Answering:
             return
         call, model = generation.call, generation.model
         need = need_of(call, record.body_bytes, model.context_tokens)
-        keep(Rendered(call.model, model, need, headers, b"".join(chunks), generation.stamp))
+        keep(Rendered(call.model, model, need, headers, b"".join(chunks), generation.stamp()))
 
     def _echo(self, call: Call, model: Hello) -> Echo:
         if not call.echo:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import re
 import resource
+import socket
 from collections import Counter
 from typing import Final, cast
 
@@ -68,7 +69,13 @@ def check_descriptors(http: web.Request) -> None:
 
 
 class Site(web.TCPSite):
-    """A TCP site whose connections go through a _Gate."""
+    """A TCP site whose connections go through a _Gate. `sock` is bound, in place of host and port."""
+
+    def __init__(
+        self, runner: web.BaseRunner, host: str, port: int, *, backlog: int = 128, sock: socket.socket | None = None
+    ) -> None:
+        super().__init__(runner, host, port, backlog=backlog)
+        self._sock = sock
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
@@ -76,7 +83,11 @@ class Site(web.TCPSite):
         assert server is not None
         backlog = min(self._backlog, _reserved(_limit()) // 2)
         gate = lambda: _Gate(server)  # noqa: E731
-        self._server = await asyncio.get_running_loop().create_server(gate, self._host, self._port, backlog=backlog)
+        loop = asyncio.get_running_loop()
+        if self._sock is None:
+            self._server = await loop.create_server(gate, self._host, self._port, backlog=backlog)
+        else:
+            self._server = await loop.create_server(gate, sock=self._sock, backlog=backlog)
 
 
 class _Gate(asyncio.Protocol):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, Literal, NamedTuple
@@ -77,7 +76,6 @@ _READ_IN_ORDER: Final = ("tools", "functions", "system", "instructions", "messag
 """Fields with a model's input, about in the order in which it is read."""
 
 _NEWLINES: Final = bytes.maketrans(b"\r\n", b"  ")
-_GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
 
 
 class Endpoint(NamedTuple):
@@ -215,7 +213,7 @@ class BatchRunner:
 
     async def find_beginning(self, line: LineRequest) -> Beginning | None:
         """The beginning of a line's prompt. None for a line without a prompt, or with an error that its answer will
-        tell. Raises OverloadedError when its engines are away."""
+        tell. Raises OverloadedError when none of its engines can be reached."""
         call = self.endpoints[line.endpoint].call
         if call is None:
             return None
@@ -358,12 +356,6 @@ async def _read(answer: UpstreamAnswer, max_bytes: int) -> bytes:
         if len(whole) > max_bytes:
             raise _unreadable(answer, f"more than {max_bytes} bytes")
     body = bytes(whole)
-    encodings = [value.strip().lower() for name, value in answer.headers if name.lower() == "content-encoding"]
-    if encodings and encodings[0] in ("gzip", "x-gzip", "deflate"):
-        try:
-            body = zlib.decompressobj(_GZIP_OR_ZLIB).decompress(body, max_bytes)
-        except zlib.error:
-            body = b""
     row = await off_loop(len(body), lambda: one_row(body))
     if row is None:
         raise _unreadable(answer, "no JSON")

@@ -12,9 +12,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from functools import partial
+from types import TracebackType
 from typing import Final
 
 import orjson
@@ -95,23 +95,31 @@ def observed(observer: Observer, cors: Cors) -> Middleware:
     return middleware
 
 
-@contextmanager
-def noted(observer: Observer, record: Record) -> Iterator[None]:
+class noted(collected):  # noqa: N801 - reads as a statement, like contextlib.suppress
     """Around the work for one record: it is counted, and has its line in the log, however it ends."""
-    observer.started(record)
-    try:
-        with collected(record.ignored):
-            yield
-    except asyncio.CancelledError:
-        record.status = CLIENT_LEFT
-        raise
-    finally:
+
+    def __init__(self, observer: Observer, record: Record) -> None:
+        super().__init__(record.ignored)
+        self._observer = observer
+        self._record = record
+
+    def __enter__(self) -> None:
+        self._observer.started(self._record)
+        super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        record = self._record
+        if isinstance(error, asyncio.CancelledError):
+            record.status = CLIENT_LEFT
         if record.body is not None:
             record.body.release()
         record.total_ms = elapsed_ms(record)
         if record.hold is not None:
             record.hold.settle(record.usage)
-        observer.finished(record)
+        self._observer.finished(record)
         _log(record)
 
 
@@ -189,6 +197,7 @@ def _fields(record: Record) -> Fields:
         stream=int(record.stream),
         prompt_tokens=trace.prompt_tokens,
         cached_tokens=trace.cached_tokens,
+        predicted_tokens=trace.predicted_tokens,
         lease=lease and lease.state,
         lease_read_tokens=trace.lease_read_tokens,
         lease_write_tokens=trace.lease_write_tokens,

@@ -87,11 +87,14 @@ class Record:
 def _together(traces: Sequence[Trace]) -> Trace:
     """Of several answers the lookup that says least counts: a miss, if any is one."""
     lookups = [trace.lookup for trace in traces if trace.lookup is not None]
+    predicted = [trace.predicted_tokens for trace in traces if trace.predicted_tokens is not None]
     first_tokens = [trace.first_token_ms for trace in traces if trace.first_token_ms is not None]
     return Trace(
         engine=",".join(dict.fromkeys(trace.engine for trace in traces if trace.engine)) or None,
         prompt_tokens=sum(trace.prompt_tokens for trace in traces),
         cached_tokens=sum(trace.cached_tokens for trace in traces),
+        cached_late=any(trace.cached_late for trace in traces),
+        predicted_tokens=sum(predicted) if predicted else None,
         lease_read_tokens=sum(trace.lease_read_tokens for trace in traces),
         lease_write_tokens=sum(trace.lease_write_tokens for trace in traces),
         lease=next((trace.lease for trace in traces if trace.lease is not None), None),
@@ -187,8 +190,10 @@ def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:
     headers = {OVERHEAD_MS: f"{trace.overhead_ms:.2f}"}
     if trace.engine:
         headers["x-kvasir-engine"] = trace.engine
-    if cached:
+    if cached and not trace.cached_late:
         headers["x-kvasir-cached-tokens"] = str(trace.cached_tokens)
+    if cached and trace.predicted_tokens is not None:
+        headers["x-kvasir-predicted-tokens"] = str(trace.predicted_tokens)
     if lease := trace.lease:
         kept = lease.kept
         headers["x-kvasir-lease"] = f"kept; tokens={kept.tokens}; ttl={kept.ttl_s:g}" if kept else "degraded"

@@ -17,6 +17,7 @@ from gateway.admin.handlers import Admin
 from gateway.admin.ledger import LedgerPage
 from gateway.admin.metrics import Metrics
 from gateway.admin.purge import Engine, PurgePage
+from gateway.admin.replicas import Fleet, ReplicaPages
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import LoopLag
 from gateway.api.answering import Answering
@@ -70,6 +71,9 @@ from gateway.types import Replay
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
 
+ADMIN: web.AppKey[Admin] = web.AppKey("admin", Admin)
+"""Knows what the process has counted."""
+
 RUNNER: web.AppKey[BatchRunner] = web.AppKey("runner", BatchRunner)
 """Runs the lines of batches, by the same stages."""
 
@@ -101,6 +105,7 @@ def build_app(
     limits: TenantLimits,
     answers: Answers,
     engines: Callable[[], Sequence[Engine]],
+    fleet: Fleet,
     sources: Sources,
 ) -> web.Application:
     """The application, ready for `app_runner`.
@@ -115,16 +120,18 @@ def build_app(
     limits         of tenants
     answers        what the response cache remembers, for /admin/cache
     engines        all that are known, for a purge of their blocks
+    fleet          of /admin/replicas
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
     """
     server, batches = settings.server, settings.batches
     keys = Auth(settings.auth, settings.tenants)
     metrics = Metrics(sources)
+    admin = Admin(sources, metrics)
     observer = Observers(metrics, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
     named = Namespaces(settings.namespaces, settings.tenants, settings.prompt.cache_key)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses)
     refuses_unknown = refusing(settings.api, settings.tenants)
-    resends = ResendCache(settings.response_cache.max_rendered_bytes, models, passthrough.serves, limits)
+    resends = ResendCache(_resend_bytes(settings), models, passthrough.serves, limits)
     prologue = Prologue(server, keys, limits, resends, passthrough, refuses_unknown)
     answering = Answering(
         server,
@@ -166,16 +173,18 @@ def build_app(
             *kept.routes(),
         ],
         OWN: [
-            *Admin(sources, metrics).routes(),
+            *admin.routes(),
             *LedgerPage(sources.ledger, now).routes(),
             *CachePages(answers, now, content=settings.auth.admin_content).routes(),
             *PurgePage(settings.namespaces, engines).routes(),
+            *ReplicaPages(fleet, admin.figures).routes(),
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
     app = web.Application(middlewares=[observed(observer, Cors(server.cors_origins))], client_max_size=0)
     app[ROUTES] = docs.routes
+    app[ADMIN] = admin
     app[BODIES] = Bodies(server.max_bodies_bytes, server.max_body_bytes)
     app[UNLISTED] = frozenset(route.path for own in docs.routes.values() for route in own if route.refuses)
     row_limits = RowLimits(batches.max_lines, batches.max_embedding_inputs, server.max_body_bytes, MAX_DEPTH)
@@ -191,7 +200,7 @@ def build_app(
         named,
         refuses_unknown,
     )
-    app.cleanup_ctx.append(LoopLag(metrics.registry).running)
+    app.cleanup_ctx.append(LoopLag(metrics.lag, metrics.own_lag).running)
     app.on_shutdown.append(lambda _: background.shut_down())
     app.on_cleanup.append(lambda _: background.close())
     app.on_shutdown.append(lambda _: kept.close())
@@ -223,3 +232,10 @@ def app_runner(app: web.Application, server: ServerSettings) -> web.AppRunner:
         keepalive_timeout=server.keep_alive_s,
         shutdown_timeout=server.shutdown_s / 2,  # aiohttp waits twice: for the handler, and once more without its body
     )
+
+
+def _resend_bytes(settings: Settings) -> int:
+    """None where the response cache answers no tenant: only its answers are sent again."""
+    own, tenants = settings.response_cache, settings.tenants
+    modes = {own.mode, *(tenant.response_cache for tenant in tenants if tenant.response_cache is not None)}
+    return 0 if modes == {"off"} else own.max_rendered_bytes

@@ -111,14 +111,14 @@ NO_ACCOUNT: Final = Account()
 class Generation(NamedTuple):
     """A Call, its model, and how its answer is written and accounted for.
 
-    stamp  the bytes that are new in each answer, of one that may be sent again; None: it may not
+    stamp  makes the bytes that are new in each answer, of one that may be sent again; None: it may not
     """
 
     call: Call
     model: Hello
     shape: Shape
     account: Account = NO_ACCOUNT
-    stamp: Stamp | None = None
+    stamp: Callable[[], Stamp] | None = None
 
 
 async def collect(
@@ -139,13 +139,13 @@ async def collect(
                 elif type(event) is Finished:
                     end = await _finished(event, request, account)
                     echoed = echo(index)
-                    texts = [delta for delta in deltas if isinstance(delta, TextDelta)]
-                    scored = tuple(one for delta in texts for one in delta.scored)
+                    texts = [delta for delta in deltas if type(delta) is TextDelta]
+                    is_scored = request.sampling.logprobs is not None
                     return Answer(
                         text=echoed + "".join([delta.text for delta in texts]),
                         reason=end.reason,
                         usage=end.usage,
-                        scored=None if request.sampling.logprobs is None else scored,
+                        scored=tuple(one for delta in texts for one in delta.scored) if is_scored else None,
                         echoed=len(echoed),
                         prompt=prompt,
                         calls=join_calls(deltas),

@@ -20,7 +20,7 @@ from engine.protocol import TOKEN_BYTES
 from gateway.api.call import Call
 from gateway.api.fields import shown
 from gateway.api.record import Record
-from gateway.config import EVERYBODY, PRIVATE, AuthSettings, CacheKeyMode, NamespaceSettings, TenantSettings
+from gateway.config import ALL_TENANTS, PRIVATE, AuthSettings, CacheKeyMode, NamespaceSettings, TenantSettings
 from gateway.errors import ForbiddenError, UnauthorizedError
 from gateway.limits.limits import TenantLimits
 from gateway.types import ANONYMOUS, ChatPrompt, Need, Prompt, Scope, Tenant, TextPrompt, TokenPrompt
@@ -165,7 +165,7 @@ def _scope(tenant: str, namespace: str, key: str, cache_salt: str) -> Scope:
 
 
 def _may_use(tenant: Tenant, tenants: Sequence[str] | frozenset[str]) -> bool:
-    return tenant.name in tenants or EVERYBODY in tenants
+    return tenant.name in tenants or ALL_TENANTS in tenants
 
 
 async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Need]) -> None:

@@ -10,11 +10,11 @@ ignored is collected in a context variable, which is set around each request. Ou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import TracebackType
 from typing import Final
 
 from gateway.config import ApiSettings, TenantSettings
@@ -55,14 +55,19 @@ class IgnoredFields:
 _IGNORED: ContextVar[IgnoredFields | None] = ContextVar("ignored_fields", default=None)
 
 
-@contextmanager
-def collected(fields: IgnoredFields) -> Iterator[None]:
+class collected:  # noqa: N801 - reads as a statement, like contextlib.suppress
     """While a request is read, its unknown fields go here."""
-    token = _IGNORED.set(fields)
-    try:
-        yield
-    finally:
-        _IGNORED.reset(token)
+
+    def __init__(self, fields: IgnoredFields) -> None:
+        self._fields = fields
+
+    def __enter__(self) -> None:
+        self._token = _IGNORED.set(self._fields)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _IGNORED.reset(self._token)
 
 
 def refusing(settings: ApiSettings, tenants: Sequence[TenantSettings]) -> Callable[[str], bool]:

@@ -1,4 +1,5 @@
-"""The arguments of `kvasir batch` and `kvasir purge`. Imports nothing heavy: they are in the help texts of `kvasir`."""
+"""The arguments of `kvasir batch`, `kvasir purge` and `kvasir replicas`. Imports nothing heavy: they are in the help
+texts of `kvasir`."""
 
 from __future__ import annotations
 
@@ -47,8 +48,52 @@ def add_purge_parser(commands: Any) -> None:
     chosen = purge.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--tenant", metavar="NAME", help="blocks of its own")
     chosen.add_argument("--namespace", metavar="NAME", help="blocks that it shares")
-    _add_url(purge)
-    purge.add_argument(
+    _add_admin(purge)
+
+
+def add_replicas_parser(commands: Any) -> None:
+    """The command `replicas` and its own commands."""
+    text = "show, add, drain and remove the vLLM, SGLang and TensorRT-LLM servers behind a running gateway"
+    replicas = commands.add_parser("replicas", help=text, description=text, allow_abbrev=False)
+    own = replicas.add_subparsers(dest="replicas_command", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = own.add_parser(name, help=text, description=text, allow_abbrev=False)
+        _add_admin(added)
+        return added
+
+    command("list", "all replicas, one in a line").add_argument(
+        "--json", action="store_true", help="everything that is known of them"
+    )
+    add = command("add", "a server is used from now on, once it can be reached")
+    add.add_argument("name", metavar="NAME")
+    add.add_argument("kind", metavar="KIND", help="vllm, sglang or tensorrt-llm")
+    add.add_argument("server_url", metavar="URL", help="as http://host:8000")
+    for name, text in ADDED.items():
+        add.add_argument(f"--{name.replace('_', '-')}", metavar="TEXT", help=text)
+    drain = command("drain", "a replica gets no new requests; those that it has end")
+    chosen = drain.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("name", nargs="?", metavar="NAME")
+    chosen.add_argument("--least", action="store_true", help="the one whose cache is worth least")
+    drain.add_argument("--undo", action="store_true", help="it gets requests again")
+    remove = command("remove", "drain a replica that was added, and forget it")
+    remove.add_argument("name", metavar="NAME")
+    remove.add_argument("--force", action="store_true", help="at once: what it works on ends with an error")
+
+
+ADDED: Final = {
+    "key_env": "environment variable of the gateways with its key; begins with REPLICA_",
+    "model": "name that clients use",
+    "tokenizer": "folder or hub id of its tokeniser",
+    "kv_events": "tcp://host:port, auto or off",
+    "kv_replay": "the same, for events that were missed",
+}
+"""Of a server that is added. Default: what it says itself."""
+
+
+def _add_admin(command: argparse.ArgumentParser) -> None:
+    _add_url(command)
+    command.add_argument(
         "--api-key-env",
         metavar="VARIABLE",
         default=KEY_VARIABLE,

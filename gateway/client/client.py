@@ -1,4 +1,4 @@
-"""A gateway's OpenAI API, as far as batches need it, and its purge. Files are streamed."""
+"""A gateway's OpenAI API, as far as batches need it, its purge and its replicas. Files are streamed."""
 
 from __future__ import annotations
 
@@ -95,6 +95,10 @@ class Client:
     async def purge(self, chosen: dict[str, str]) -> dict[str, Any]:
         """What was removed, by engine. An incomplete purge has status 502 with the same figures."""
         return await self._json("POST", "/admin/cache/blocks/purge", takes=502, json=chosen)
+
+    async def replicas(self, method: str, path: str = "", **options: Any) -> dict[str, Any]:
+        """What the gateway answers about its replicas, or to a change of them."""
+        return await self._json(method, f"/admin/replicas{path}", **options)
 
     async def _json(self, method: str, path: str, takes: int | None = None, **options: Any) -> dict[str, Any]:
         async with self._response(method, path, takes, **options) as answer:

@@ -1,16 +1,18 @@
-"""What `kvasir batch` and `kvasir purge` do."""
+"""What `kvasir batch`, `kvasir purge` and `kvasir replicas` do."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
-from gateway.client.arguments import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
+from gateway.client.arguments import ADDED, DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
 from gateway.client.client import BAD_INPUT, FAILED, BatchCommandError, Client, PassingError
 from gateway.client.files import check_file, writing
 from gateway.client.progress import Progress, details, list_row
@@ -171,6 +173,47 @@ def _amounts(engine: Mapping[str, Any]) -> str:
     if engine.get("left"):
         texts.append(f"{engine['left']} files could not be deleted")
     return "; ".join(texts)
+
+
+def replicas(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Returns the exit status: 0 done; 1 it was not, or that is unknown; 2 a bad URL."""
+    key, name = environ.get(options.api_key_env, ""), f"replicas {options.replicas_command}"
+    return _with_client(name, options.url, environ, key, lambda client: _replicas(client, options))
+
+
+async def _replicas(client: Client, options: argparse.Namespace) -> int:
+    path = f"/{quote(options.name, safe='')}" if getattr(options, "name", None) else ""
+    match options.replicas_command:
+        case "list":
+            answer = await client.replicas("GET")
+            for one in answer["replicas"]:
+                _say(json.dumps(one) if options.json else _replica(one))
+            return 0
+        case "add":
+            table = {"name": options.name, "kind": options.kind, "url": options.server_url}
+            table |= {"api_key_env" if name == "key_env" else name: getattr(options, name) for name in ADDED}
+            answer = await client.replicas("POST", json={name: text for name, text in table.items() if text})
+        case "drain":
+            if options.undo and options.least:
+                raise BatchCommandError("--undo needs the name of a replica", BAD_INPUT)
+            answer = await client.replicas("POST", f"{path}/drain", params={"undo": "true"} if options.undo else {})
+        case "remove":
+            answer = await client.replicas("DELETE", path, params={"force": "true"} if options.force else {})
+    _say(f"{answer['name']}: {answer['state']}")
+    return 0
+
+
+def _replica(one: Mapping[str, Any]) -> str:
+    if one.get("state") != "joined":
+        return f"{one['name']}: {one['state']}{': ' if one.get('reason') else ''}{one.get('reason') or ''}"
+    receipts, load = one["receipts"], one["load"]
+    shown = [f"{one['model']} on {one['kind']} {one['version']} at {one['url']}", f"index {one['trust']}"]
+    shown[1] += f" ({one['trust_reason']})" if one.get("trust_reason") else ""
+    shown.append(f"{one['in_flight']} in flight, {load['running']} running, {load['waiting']} waiting")
+    if receipts:
+        shown.append(f"{receipts['exact']} of {receipts['receipts']} receipts exact")
+        shown.append(f"cache worth {receipts['recent_tokens']:.0f} tokens")
+    return f"{one['name']}: joined: {'; '.join(shown)}"
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ A section goes to the stage it is named after and to nobody else; app.py hands t
 """
 
 from gateway.config.apis import *
+from gateway.config.replicas import *
 from gateway.config.serving import *
 from gateway.config.settings import Settings as Settings
 from gateway.config.stages import *

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
+from engine import redis_url
 from engine.config import Section
-from gateway.config.units import COMMAS
+from gateway.config.units import COMMAS, WORDS
 
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 
@@ -21,6 +21,8 @@ class ServerSettings(Section):
     """Address to listen on; `0.0.0.0` for every interface."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
     """TCP port; 0 takes a free one."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes on that port, one core each; more than one need Redis, and share out the limits of a gateway."""
     data_dir: Path = Path(".kvasir")
     """Folder for what must survive a restart (the embedded Redis, blocks); made when missing."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 32 << 20
@@ -52,7 +54,8 @@ class RedisSettings(Section):
     """[redis]: where the index lives."""
 
     url: str | None = None
-    """`redis://`, `rediss://` or `unix://` URL; without one, an own Redis is started."""
+    """`redis://`, `rediss://` or `unix://` URL, `redis+sentinel://HOST:26379,HOST:26379/MASTER` or
+    `redis+cluster://HOST:6379,HOST:6379` (`rediss+...` over TLS); without one, an own Redis is started."""
     timeout_s: PositiveFloat = 0.25
     """Seconds that one Redis command may take before the memory index answers instead."""
     max_memory_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
@@ -62,16 +65,19 @@ class RedisSettings(Section):
     @classmethod
     def _is_a_url(cls, url: str | None) -> str | None:
         """The message never has the URL, in which there may be a password."""
-        if url is not None and urlsplit(url).scheme not in ("redis", "rediss", "unix"):
-            raise ValueError("a Redis URL begins with redis://, rediss:// or unix://")
         if url is not None:
-            _ = urlsplit(url).port  # raises ValueError for what is no number
+            redis_url.parse(url)
         return url
 
 
 class EnginesSettings(Section):
-    """[engines]: the bundled engines behind this gateway."""
+    """[engines]: the engines behind this gateway."""
 
+    kind: Literal["auto", "bundled", "vllm"] = "auto"
+    """What `kvasir serve` starts: bundled engines, or `vllm serve` from the PATH; `auto` is a vLLM where there are one
+    and a CUDA device, for one engine of another model than the demo."""
+    vllm_arguments: Annotated[tuple[str, ...], WORDS] = ()
+    """Further arguments of `vllm serve`, as `["--tensor-parallel-size", "2"]`."""
     count: Annotated[int, Field(ge=0, le=64)] = 1
     """Engines that `kvasir serve` starts on this machine and starts again when they end."""
     urls: Annotated[tuple[str, ...], COMMAS] = ()

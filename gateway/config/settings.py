@@ -15,10 +15,11 @@ from gateway.config.apis import (
     LeaseSettings,
     StoredResponseSettings,
 )
+from gateway.config.replicas import ReplicaSettings
 from gateway.config.serving import EnginesSettings, LogSettings, RedisSettings, ServerSettings
 from gateway.config.stages import PromptSettings, QueueSettings, ResponseCacheSettings, SemanticCacheSettings
 from gateway.config.tenants import (
-    EVERYBODY,
+    ALL_TENANTS,
     PRIVATE,
     AuthSettings,
     LedgerSettings,
@@ -35,9 +36,11 @@ SHORT_FLAGS.update(
     {
         "server.host": "--host",
         "server.port": "--port",
+        "server.workers": "--workers",
         "server.data_dir": "--data-dir",
         "server.log_level": "--log-level",
         "redis.url": "--redis-url",
+        "engines.kind": "--engine",
         "engines.count": "--engines",
         "engines.urls": "--engine-urls",
         "engine.model": "--model",
@@ -66,6 +69,7 @@ class Settings(BaseModel):
     tenants: tuple[TenantSettings, ...] = ()
     namespaces: tuple[NamespaceSettings, ...] = ()
     upstreams: tuple[UpstreamSettings, ...] = ()
+    replicas: tuple[ReplicaSettings, ...] = ()
     redis: RedisSettings = RedisSettings()
     engines: EnginesSettings = EnginesSettings()
     engine: EngineSettings = EngineSettings()
@@ -87,8 +91,9 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _names_and_keys_are_unique(self) -> Settings:
-        reserved = {"namespaces": {PRIVATE}}
-        for section in ("tenants", "namespaces", "upstreams", "prices"):
+        names = {upstream.name for upstream in self.upstreams}  # logs and headers name either
+        reserved = {"namespaces": {PRIVATE}, "replicas": names}
+        for section in ("tenants", "namespaces", "upstreams", "replicas", "prices"):
             seen = reserved.get(section, set())
             for table in getattr(self, section):
                 name = table.model if section == "prices" else table.name
@@ -118,7 +123,7 @@ class Settings(BaseModel):
         used = [("namespaces", one.name, one.tenants) for one in self.namespaces]
         used += [("upstreams", one.name, (*one.tenants, *one.hints, *one.meter)) for one in self.upstreams]
         for section, name, tenants in used:
-            if missing := set(tenants) - known - {EVERYBODY}:
+            if missing := set(tenants) - known - {ALL_TENANTS}:
                 raise ValueError(f"{section}: {name!r} is for {min(missing)!r}, which is no tenant")
         return self
 
@@ -127,7 +132,7 @@ class Settings(BaseModel):
         known = {tenant.name for tenant in self.tenants} or {ANONYMOUS}
         defaults: dict[str, str] = {}  # by tenant
         for namespace in self.namespaces:
-            members = known if EVERYBODY in namespace.tenants else set(namespace.tenants)
+            members = known if ALL_TENANTS in namespace.tenants else set(namespace.tenants)
             for tenant in sorted(members) if namespace.default else ():
                 if (other := defaults.setdefault(tenant, namespace.name)) != namespace.name:
                     raise ValueError(f"namespaces: {other!r} and {namespace.name!r} are both the default of {tenant!r}")

@@ -80,7 +80,7 @@ class TenantSettings(Section):
     """What becomes of unknown fields of its requests; as `api.unknown_fields` when not set."""
 
 
-EVERYBODY = "*"
+ALL_TENANTS = "*"
 """In the tenants of a namespace: every tenant, those to come too."""
 
 PRIVATE = "private"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
-from urllib.parse import urlsplit
 
 from pydantic import (
     Field,
@@ -17,9 +16,9 @@ from pydantic import (
     model_validator,
 )
 
-from engine.config import ENVIRONMENT_PREFIX, Section
-from gateway.config.tenants import EVERYBODY
-from gateway.config.units import Name
+from engine.config import Section
+from gateway.config.tenants import ALL_TENANTS
+from gateway.config.units import Name, VariableName, check_key, http_url
 
 WILD = frozenset("*?[")
 """What makes a name a pattern."""
@@ -63,7 +62,7 @@ class UpstreamSettings(Section):
     """As its SDK's base URL: `https://api.openai.com/v1`, `https://api.anthropic.com`."""
     key: SecretStr | None = None
     """Its API key. Never shown, and never sent anywhere else."""
-    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    key_env: VariableName | None = None
     """Environment variable that has the key, in place of `key`; not one of `KVASIR_`."""
     models: Annotated[tuple[str, ...], Field(min_length=1)]
     """Names, patterns with `*` and `?`, and renamed ones: `served = name at the upstream`."""
@@ -71,7 +70,7 @@ class UpstreamSettings(Section):
     """Of several upstreams for one model the lowest is tried first; then the order of the file."""
     over_engines: bool = False
     """Whether it is also asked for models of own engines or of the own embedder."""
-    tenants: Annotated[tuple[str, ...], Field(min_length=1)] = (EVERYBODY,)
+    tenants: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_TENANTS,)
     """Names of the tenants that may use it, or `*` for every tenant."""
     hints: tuple[str, ...] = ()
     """Tenants whose requests get caching hints where they have none, or `*` for every tenant."""
@@ -125,12 +124,7 @@ class UpstreamSettings(Section):
     @field_validator("url")
     @classmethod
     def _is_a_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("an upstream's URL begins with http:// or https:// and a host")
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError("an upstream's URL has no user, query or fragment; its key belongs into key or key_env")
-        return url.rstrip("/")
+        return http_url(url, "an upstream", "key_env")
 
     @field_validator("models")
     @classmethod
@@ -151,12 +145,7 @@ class UpstreamSettings(Section):
 
     @model_validator(mode="after")
     def _has_one_key(self) -> Self:
-        if self.key is not None and self.key_env is not None:
-            raise ValueError("has a key and a key_env; one of them is enough")
-        if self.key_env is not None and self.key_env.startswith(ENVIRONMENT_PREFIX):
-            raise ValueError(f"key_env: variables that begin with {ENVIRONMENT_PREFIX} are settings of Kvasir's own")
-        if self.key is not None and not self.key.get_secret_value().isprintable():
-            raise ValueError("the key has characters that no header has")
+        check_key(self.key, self.key_env, "key_env")
         return self
 
     @model_validator(mode="after")

@@ -1,7 +1,8 @@
 """The known engines, and which of them serve a model now.
 
 Engines are named in the settings, started by `kvasir serve`, or found by their announcements in Redis
-(engine/publish.py). Each has a client that connects by itself (bundled.py, made by the `connect` of app.py).
+(engine/publish.py). Each has a client that connects by itself: that of a bundled engine (bundled.py) is made by the
+`connect` of app.py, those of other servers (replicas/replica.py) are attached.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 
-from engine.protocol import ENGINES_KEY, Hello, announcement_key
+from engine.protocol import ENGINES_KEY, Hello, Load, Sampling, SequenceUpdate, announcement_key
 from gateway import tasks
-from gateway.engines.bundled import BundledEngine
 from gateway.errors import ModelNotFoundError, NoEngineError, RedisDownError
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
+from gateway.types import EncodedPrompt, Request
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +38,58 @@ MAX_MODELS: Final = 4096
 """Models remembered after their engines left; the oldest is forgotten first."""
 
 
+class Client(Protocol):
+    """An engine of any kind, joined or not: stages.Engine and more. See bundled.py for what each member promises."""
+
+    name: str
+    url: str
+
+    @property
+    def hello(self) -> Hello: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def prefilling(self) -> Mapping[str, int]: ...
+
+    def reused(self, held_tokens: int, prompt_tokens: int) -> int: ...
+
+    async def render(self, prompt: EncodedPrompt, request: Request) -> EncodedPrompt: ...
+
+    def generate(
+        self, prompt: EncodedPrompt, sampling: Sampling, request: Request
+    ) -> AsyncGenerator[SequenceUpdate, None]: ...
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def joined(self) -> bool: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def in_flight(self) -> int: ...
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def wait_joined(self) -> None: ...
+
+    async def fetch_stats(self) -> dict[str, Any] | None: ...
+
+    async def purge(self, salt_prefix: str) -> dict[str, Any]: ...
+
+
 class Registry:
     """stages.Registry. Single event loop; `serving` takes microseconds and awaits nothing."""
 
     def __init__(
         self,
-        connect: Callable[[str, str], BundledEngine],
+        connect: Callable[[str, str], Client],
         *,
         retry_after_s: float,
         redis: Redis | None = None,
@@ -69,7 +116,7 @@ class Registry:
         self._on_unused = on_unused
         self._clock = clock
         self._added_s: dict[str, float] = {}  # by URL
-        self._clients: dict[str, BundledEngine] = {}  # by URL
+        self._clients: dict[str, Client] = {}  # by URL
         self._discovered: set[str] = set()  # URLs found in Redis
         self._models: dict[str, int] = {}  # model -> Unix second of the start of its newest engine
         self._tokenizers: set[str] = set()  # fingerprints that engines have, or had at the last look
@@ -79,15 +126,15 @@ class Registry:
     # -- questions ----------------------------------------------------------------------------------------------------
 
     @property
-    def engines(self) -> Sequence[BundledEngine]:
+    def engines(self) -> Sequence[Client]:
         """Every engine that is known, joined or not."""
         return list(self._clients.values())
 
-    def serving(self, model: str) -> Sequence[BundledEngine]:
+    def serving(self, model: str) -> Sequence[Client]:
         """Engines that are joined and not draining, alike in all that a prompt's tokens and digests depend on; at least
         one. Raises NoEngineError when the model is known and its engines are unreachable, or may be that of an engine
         that is still starting, and ModelNotFoundError otherwise."""
-        found: dict[str, BundledEngine] = {}
+        found: dict[str, Client] = {}
         for client in self._clients.values():
             if client.joined and client.model == model and not client.draining:
                 found.setdefault(client.hello.incarnation, client)  # one engine may be known under two URLs
@@ -119,9 +166,22 @@ class Registry:
         key = _key(url)
         self._discovered.discard(key)
         if key not in self._clients:
-            client = self._clients[key] = self._connect(name or short_name(url), url)
-            self._added_s[key] = self._clock()
+            self.attach(self._connect(name or short_name(url), url))
+
+    def attach(self, client: Client) -> None:
+        """Makes an engine known by its client, and starts that. Nothing happens when its URL is known."""
+        key = _key(client.url)
+        if key not in self._clients:
+            self._clients[key], self._added_s[key] = client, self._clock()
             client.start()
+
+    async def detach(self, client: Client) -> None:
+        """Forgets an engine, and stops its client."""
+        key = _key(client.url)
+        if self._clients.get(key) is client:
+            del self._clients[key], self._added_s[key]
+            self._remember()
+            await client.stop()
 
     def start(self) -> None:
         """Begins to look for announcements, if there is a Redis to look in."""
@@ -179,13 +239,13 @@ class Registry:
         while len(self._models) > MAX_MODELS:
             del self._models[next(iter(self._models))]
 
-    def _alike(self, model: str, clients: list[BundledEngine]) -> list[BundledEngine]:
+    def _alike(self, model: str, clients: list[Client]) -> list[Client]:
         """The largest group of engines that agree on tokens and digests, the newest one among equals."""
-        first = _identity(clients[0].hello)
-        if all(_identity(client.hello) == first for client in clients):
+        first, *others = clients
+        if not others or all(_identity(client.hello) == _identity(first.hello) for client in others):
             self._mixed.discard(model)
             return clients
-        groups: dict[object, list[BundledEngine]] = {}
+        groups: dict[object, list[Client]] = {}
         for client in clients:
             groups.setdefault(_identity(client.hello), []).append(client)
         if model not in self._mixed:
@@ -198,9 +258,7 @@ class EngineFigures:
     """The engines' own counters, fetched for /metrics and /admin/stats, at most once every FRESH_S. An engine that is
     unreachable or does not answer in time has none. Belongs to one event loop."""
 
-    def __init__(
-        self, engines: Callable[[], Sequence[BundledEngine]], *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, engines: Callable[[], Sequence[Client]], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._engines = engines
         self._clock = clock
         self._figures: dict[str, Mapping[str, Any]] = {}  # by URL

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from engine.protocol import blocks_key
+from engine.protocol import ENGINES_KEY, blocks_key
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
@@ -55,6 +55,11 @@ class PrefixIndex:
             return held
         return {**self._memory.find(digests, [name for name in incarnations if name not in held]), **held}
 
+    def recall(self, incarnation: str, digests: bytes) -> int | None:
+        """Leading blocks of `digests` that one incarnation holds, as memory has it: newer than what Redis has, by what
+        is on its way there. None when memory has no block of it, and another gateway may know more."""
+        return self._memory.prefix(incarnation, digests) if self._memory.blocks(incarnation) else None
+
     def start(self) -> None:
         """Begins to probe Redis: it comes back, and goes away, without a request."""
         if self._calls is not None:
@@ -68,4 +73,5 @@ class PrefixIndex:
         while not tasks.was_cancelled():
             await asyncio.sleep(calls.breaker.wait_s() or self._retry_s)
             with suppress(RedisDownError):
-                await calls.ask(calls.redis.execute_command("PING"))  # type: ignore[no-untyped-call]
+                # Not PING, which a node answers that its cluster has cut off.
+                await calls.ask(calls.redis.execute_command("EXISTS", ENGINES_KEY))  # type: ignore[no-untyped-call]

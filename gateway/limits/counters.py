@@ -23,14 +23,14 @@ The keys of one tenant have one slot of a Redis Cluster, and end by themselves w
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from redis.commands.core import AsyncScript
-
+from engine.redis_client import Script
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.storage.redis_calls import RedisCalls
@@ -185,7 +185,7 @@ class RedisCounters:
     async def renew(self, tenant: str, flights: Sequence[str]) -> None:
         await self._ask(self._renew, tenant, [self._lease_us, *flights])
 
-    async def _ask(self, script: AsyncScript, tenant: str, args: Sequence[str | int]) -> Any:
+    async def _ask(self, script: Script, tenant: str, args: Sequence[str | int]) -> Any:
         """None for keys that hold what no gateway wrote."""
         tag, now = f"kvasir:limits:{{{tenant}}}", "" if self._now_us is None else self._now_us()
         return await self._calls.ask_or_skip(_STORE, script(keys=[tag, f"{tag}:flights"], args=[now, *args]), None)
@@ -198,6 +198,7 @@ class SharedCounters:
     def __init__(self, redis: Counters | None, memory: Counters) -> None:
         self._redis = redis
         self._memory = memory
+        self.ending = set[asyncio.Task[None]]()  # leases that no request holds
 
     async def take(self, tenant: str, take: Take) -> tuple[Taken, Counters]:
         """Also returns the counters that decided: what was taken there is returned there."""
@@ -206,13 +207,15 @@ class SharedCounters:
                 return await self._redis.take(tenant, take), self._redis
             except BaseException as error:
                 if take.flight is not None:  # Redis may have granted a lease that no request holds
-                    tasks.spawn(quiet(self._redis.give_back(tenant, {}, [take.flight])), name="end lease")
+                    ending = tasks.spawn(quiet(self._redis.give_back(tenant, {}, [take.flight])), name="end lease")
+                    self.ending.add(ending)
+                    ending.add_done_callback(self.ending.discard)
                 if not isinstance(error, RedisDownError):
                     raise
         return await self._memory.take(tenant, take), self._memory
 
 
 async def quiet(call: Awaitable[None]) -> None:
-    """Passes over a Redis that is away: what was set aside flows back within a minute, and leases end by themselves."""
+    """Awaits `call`, and ignores that Redis cannot be reached: reservations and leases expire by themselves."""
     with suppress(RedisDownError):
         await call

@@ -109,10 +109,10 @@ class TenantLimits:
             self._renewing = tasks.spawn(self._renew_always(), name="renew leases of requests in flight")
 
     async def close(self) -> None:
-        """Waits for unsent corrections, CLOSE_LIMIT_S at most."""
+        """Waits for what is on its way to the counters, CLOSE_LIMIT_S at most."""
         await tasks.cancel(self._renewing)
-        if self._sending:
-            await asyncio.wait(self._sending, timeout=CLOSE_LIMIT_S)
+        if sending := self._sending | self._counters.ending:
+            await asyncio.wait(sending, timeout=CLOSE_LIMIT_S)
 
     async def renew(self) -> None:
         """Moves the ends of all leases of this gateway on. Never raises."""

@@ -54,36 +54,39 @@ class Characters:
 
     def __init__(self, table: Sequence[bytes], skipped: Container[int]) -> None:
         self._table, self._skipped = table, skipped
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = b""  # the beginning of a character
 
     def feed(self, tokens: Sequence[int]) -> str:
         table, skipped = self._table, self._skipped
-        return self._utf8.decode(
-            b"".join([table[token] for token in tokens if token < len(table) and token not in skipped])
-        )
+        written = [table[token] for token in tokens if token < len(table) and token not in skipped]
+        data = self._rest + b"".join(written)
+        text, size = codecs.utf_8_decode(data, "replace")
+        self._rest = data[size:]
+        return text
 
     def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
 
 
 class Decoder:
-    """Tokens of one answer into text. Holds back unfinished characters and what may become a stop string."""
+    """Tokens of one answer into text. Holds back unfinished characters and what may become a stop string.
+
+    met  the stop string that was met; what follows is not part of the answer
+    """
 
     def __init__(self, characters: Characters, stop: Sequence[str]) -> None:
+        self.met: str | None = None
         self._characters = characters
         self._stops = StopStrings(stop)
         self._signs = Signs()
-
-    @property
-    def met(self) -> str | None:
-        """The stop string that was met; what follows is not part of the answer."""
-        return self._stops.met
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Nothing more comes after a stop string, and nothing is held back then."""
         if self.met:
             return ""
         text = self._signs.feed(self._stops.feed(self._characters.feed(tokens)))
+        self.met = self._stops.met
         return text + self._signs.release() if self.met else text
 
     def flush(self) -> str:
@@ -91,6 +94,7 @@ class Decoder:
         if self.met:
             return ""
         text = self._stops.feed(self._characters.flush())
+        self.met = self._stops.met
         text += "" if self.met else self._stops.release()
         return self._signs.feed(text) + self._signs.release()
 
@@ -107,12 +111,14 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """What is certain not to belong to a stop string. After `met`, it is the last there is."""
+        if not self._stops:
+            return text
         text = self._held + text
         complete = [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if complete:
             end, _, self.met = min(complete)
             return text[: end - len(self.met)]
-        cut = min((_begins_at(stop, text) for stop in self._stops), default=len(text))
+        cut = min(_begins_at(stop, text) for stop in self._stops)
         self._held = text[cut:]
         return text[:cut]
 

@@ -23,7 +23,7 @@ from gateway.types import ChatPrompt, Marker, ToolUse
 
 log = logging.getLogger(__name__)
 
-_THINK, _THOUGHT = "<think>", "</think>"
+THINK, _THOUGHT = "<think>", "</think>"
 """What some templates begin every answer with, and its end. A call that has to be made is made without thinking."""
 
 
@@ -52,9 +52,15 @@ class LoadedModel:
         text = self.template.render(
             messages, markers, tools=prompt.tools, add_generation_prompt=prompt.add_generation_prompt
         )
-        if opener and text.rstrip().endswith(_THINK):
-            text = text.rstrip() + f"\n{_THOUGHT}\n\n"
-        return text + opener
+        if opener and text.rstrip().endswith(THINK):
+            text = text.rstrip()
+        return text + self.opener_behind(text, opener)
+
+    def opener_behind(self, text: str, opener: str) -> str:
+        """What a prompt with this end goes on with, where `opener` has to come: thinking ends before it."""
+        if not opener or not text.rstrip().endswith(THINK):
+            return opener
+        return f"{'' if text.endswith(chr(10)) else chr(10)}{_THOUGHT}\n\n{opener}"
 
     @property
     def calls(self) -> ToolStyle:

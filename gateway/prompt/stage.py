@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -17,11 +17,21 @@ from typing import Any, Final
 
 import orjson
 
-from engine.protocol import TOKEN_BYTES, Hello, Namespace, TokenizerFiles, TokenLogprobs
+from engine.protocol import (
+    DIGEST_BYTES,
+    TOKEN_BYTES,
+    Breakpoint,
+    Hello,
+    Namespace,
+    TokenizerFiles,
+    TokenLogprobs,
+    chain_digests,
+)
 from gateway.config import PromptSettings
+from gateway.digests import derived_salt
 from gateway.errors import BadRequestError, ContextLengthError, NoEngineError
 from gateway.native import no_panic
-from gateway.prompt.loaded import LoadedModel, load_model
+from gateway.prompt.loaded import THINK, LoadedModel, load_model
 from gateway.prompt.reader import AnswerReader, Scores
 from gateway.prompt.template import find_markers
 from gateway.prompt.tool_calls import CallParser
@@ -40,6 +50,8 @@ from gateway.types import (
 )
 
 _THREADS: Final = 4
+_ENDING_TOKENS: Final = 8
+"""Of a prompt, in which one sees whether an answer begins with thinking."""
 
 
 class PromptStage:
@@ -113,6 +125,31 @@ class PromptStage:
         if not encoded.tokens:
             raise BadRequestError(f"`{request.prompt_param}` is empty.", param=request.prompt_param)
         return encoded
+
+    def extend(self, prompt: EncodedPrompt, answer: bytes, request: Request, model: Hello) -> EncodedPrompt:
+        """The prompt with tokens of its answer behind it."""
+        namespace = _salted(model.namespace, request.salt)
+        tokens = prompt.tokens + answer
+        hashed = len(prompt.digests) // DIGEST_BYTES * namespace.block_size * TOKEN_BYTES
+        parent = prompt.digests[-DIGEST_BYTES:] or namespace.root()
+        rest = memoryview(tokens)[hashed:]
+        more = chain_digests(parent, rest, namespace.block_size, namespace.hash_name)
+        return replace(prompt, tokens=tokens, digests=prompt.digests + more, rendering=None)
+
+    async def adopt(
+        self, prompt: EncodedPrompt, ids: bytes, rendering: str, request: Request, model: Hello
+    ) -> EncodedPrompt:
+        """A prompt of `encode` in the tokens of a server that renders it in its own way, with what stands before a call
+        that has to be made. A breakpoint behind the first token that differs stays where it is from the end on."""
+        loaded, namespace, use = self._get(model), _salted(model.namespace, request.salt), request.tool_use
+        if use is not None and use.mode == "required":
+            decoder = loaded.tokenizer.decoding.decoder((), frozenset((THINK,)))
+            ending = decoder.feed(array("I", ids[-_ENDING_TOKENS * TOKEN_BYTES :])) + decoder.flush()
+            opener = loaded.opener_behind(ending, loaded.calls.forced_opener)
+            ids += (await self._walk.text(loaded, namespace, opener)).joined().tokens if opener else b""
+        encoded = await self._walk.ids(namespace, ids, model.vocab_size)
+        points = tuple(_moved(prompt.breakpoints, array("I", prompt.tokens), array("I", ids)))
+        return replace(encoded, new_tokens=encoded.num_tokens, breakpoints=points, rendering=rendering)
 
     def constraint(self, request: Request, model: Hello) -> Constraint | None:
         use, text = request.tool_use, request.constraint
@@ -200,9 +237,25 @@ def _load(files: TokenizerFiles, settings: PromptSettings) -> LoadedModel:
         return load_model(files, settings)
 
 
+def _moved(points: Sequence[Breakpoint], ours: array[int], theirs: array[int]) -> Iterator[Breakpoint]:
+    """Breakpoints of our tokens in others of the same prompt."""
+    if not points:
+        return
+    differ = (at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other)
+    same, last = next(differ, min(len(ours), len(theirs))), 0
+    for point in points:
+        tokens = point.tokens
+        if tokens > same:
+            tokens = max(same, tokens + len(theirs) - len(ours))
+        if tokens > last:
+            yield replace(point, tokens=tokens)
+            last = tokens
+
+
 @lru_cache(1024)
 def _salted(namespace: Namespace, salt: str) -> Namespace:
-    return replace(namespace, salt=salt)
+    """A replica's namespace comes with the secret that its salts are derived with."""
+    return replace(namespace, salt=derived_salt(namespace.salt, salt) if namespace.salt else salt)
 
 
 def _prompt_chars(contents: Sequence[str], tools: Sequence[Tool]) -> int:

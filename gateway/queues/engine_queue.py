@@ -90,8 +90,10 @@ class EngineQueue(Generic[E]):
 
     def assign(self, now_s: float) -> list[tuple[WaitingRequest, EngineSlots[E]]]:
         """Takes out the requests that get a slot now, and counts the slots as taken."""
+        if not self._waiting:
+            return []
         self.pass_time(now_s)
-        return self._assign(self._snapshot()) if self._waiting else []
+        return self._assign(self._snapshot())
 
     def pass_time(self, now_s: float) -> None:
         """Moves the clock on, and looks whether there is an overload."""
@@ -156,8 +158,9 @@ class EngineQueue(Generic[E]):
 
     def _is_open(self, slots: EngineSlots[E], snapshot: LoadSnapshot[E]) -> bool:
         """Whether it takes any request. An engine that has none of ours always does, however much others sent it."""
-        slots.held_back = slots.free > 0 and slots.taken > 0 and not snapshot.is_ready(slots.incarnation)
-        return slots.free > 0 and not slots.held_back
+        is_free = slots.free > 0
+        slots.held_back = is_free and slots.taken > 0 and not snapshot.is_ready(slots.incarnation)
+        return is_free and not slots.held_back
 
     def _may_pass(self, waiter: WaitingRequest, slots: EngineSlots[E], snapshot: LoadSnapshot[E]) -> bool:
         """Whether it gets a slot that is held back: it may go to no other engine, or has little in front of it."""

@@ -20,10 +20,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import field
 from functools import partial
+from types import TracebackType
 from typing import Final, Generic
 
 from engine.protocol import Hello, Lane
@@ -86,8 +87,12 @@ class _Group(Generic[E]):
 class SlotQueue(Generic[E]):
     """stages.Queue with the limits of [queue]."""
 
-    def __init__(self, settings: QueueSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: QueueSettings, clock: Callable[[], float] = time.monotonic, *, workers: int = 1
+    ) -> None:
+        """`workers`: processes of one gateway that have queues, each with its part of an engine's slots."""
         self._settings = settings
+        self._workers = workers
         self._clock = clock
         self._groups: dict[Hashable, _Group[E]] = {}  # those that have engines
         self._group_of: dict[str, _Group[E]] = {}  # by incarnation
@@ -96,8 +101,7 @@ class SlotQueue(Generic[E]):
             "batch": Gate(),
         }
 
-    @asynccontextmanager
-    async def slot(self, engines: Sequence[E], ask: Ask) -> AsyncIterator[E]:
+    def slot(self, engines: Sequence[E], ask: Ask) -> AbstractAsyncContextManager[E]:
         """The time in which an engine works on a request. Entering it returns the engine: one of `engines`, or one like
         them that joined while the request waited.
 
@@ -106,12 +110,7 @@ class SlotQueue(Generic[E]):
         Entering raises QueueFullError at once, DeadlineError after waiting, EngineLostError when there is no engine
         left that it could have. However the block is left, the slot is given back exactly once.
         """
-        group = self._find_group(engines)
-        slots = await self._take(group, ask)
-        try:
-            yield slots.engine
-        finally:
-            self._release(group, ask.lane, slots)
+        return _Slot(self, engines, ask)
 
     def forget(self, incarnation: str) -> None:
         """The engine is gone. Requests that can go nowhere else get EngineLostError now; slots taken are given back as
@@ -175,7 +174,8 @@ class SlotQueue(Generic[E]):
 
     # -- a request ----------------------------------------------------------------------------------------------------
 
-    async def _take(self, group: _Group[E], ask: Ask) -> EngineSlots[E]:
+    async def take(self, group: _Group[E], ask: Ask) -> EngineSlots[E]:
+        """A slot of one of these engines, counted as taken until `release`."""
         queue, gate = group.queues[ask.lane], self._gates[ask.lane]
         if ask.only is not None and ask.only not in queue.engine_slots:
             raise EngineLostError("The engine that has the other answers to this prompt went away.")
@@ -208,11 +208,12 @@ class SlotQueue(Generic[E]):
     def _leave(self, group: _Group[E], lane: Lane, slots: EngineSlots[E] | None) -> None:
         """A request waits no more, and has no use for what it may have been granted."""
         if slots is not None:
-            self._release(group, lane, slots)
+            self.release(group, lane, slots)
         else:
             self._assign_batch(group)
 
-    def _release(self, group: _Group[E], lane: Lane, slots: EngineSlots[E]) -> None:
+    def release(self, group: _Group[E], lane: Lane, slots: EngineSlots[E]) -> None:
+        """Gives back what `take` took."""
         slots.taken -= 1
         if lane == "online":
             group.pace.ends.append(self._clock())
@@ -222,7 +223,7 @@ class SlotQueue(Generic[E]):
 
     # -- the engines --------------------------------------------------------------------------------------------------
 
-    def _find_group(self, engines: Sequence[E]) -> _Group[E]:
+    def find_group(self, engines: Sequence[E]) -> _Group[E]:
         """Theirs; a new one where there is none."""
         group = self._group_of.get(engines[0].hello.incarnation)
         if group is None:
@@ -240,7 +241,7 @@ class SlotQueue(Generic[E]):
 
     def _add_slots(self, group: _Group[E], engine: E) -> None:
         hello = engine.hello
-        total = self._settings.slots_per_engine or 2 * hello.max_sequences
+        total = self._settings.slots_per_engine or max(1, 2 * hello.max_sequences // self._workers)
         self._group_of[hello.incarnation] = group
         for queue in group.queues.values():
             # One that is new has prefilled nothing, and would get everything that is equal anywhere until it has.
@@ -268,7 +269,7 @@ class SlotQueue(Generic[E]):
     def _leave_over(self, group: _Group[E]) -> None:
         """Sets how many slots batch requests may have at each engine now: none while an online request waits."""
         for incarnation, slots in group.batch.engine_slots.items():
-            most = self._settings.batch_slots_per_engine or slots.engine.hello.max_sequences
+            most = self._settings.batch_slots_per_engine or max(1, slots.engine.hello.max_sequences // self._workers)
             slots.total = 0 if len(group.online) else _left_over(group.online.engine_slots[incarnation], most)
 
     # -- overload -----------------------------------------------------------------------------------------------------
@@ -298,6 +299,25 @@ class SlotQueue(Generic[E]):
             )
         else:
             log.info("KV cache thrashing on model %s is over", group.model)
+
+
+class _Slot(Generic[E]):
+    """What SlotQueue.slot returns. No generator with asynccontextmanager, which would take as long as the queue."""
+
+    def __init__(self, queue: SlotQueue[E], engines: Sequence[E], ask: Ask) -> None:
+        self._queue = queue
+        self._engines = engines
+        self._ask = ask
+
+    async def __aenter__(self) -> E:
+        self._group = self._queue.find_group(self._engines)
+        self._slots = await self._queue.take(self._group, self._ask)
+        return self._slots.engine
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._queue.release(self._group, self._ask.lane, self._slots)
 
 
 def _left_over(slots: EngineSlots[E], most: int) -> int:

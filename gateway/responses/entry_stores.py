@@ -106,25 +106,19 @@ class RemovalEpoch:
     def __init__(self, calls: RedisCalls) -> None:
         self._redis = calls.redis
         self._calls = calls
+        self._advance = calls.script(__package__, "removals.lua")
 
     async def advance(self, removal: Removal) -> int:
         """The epoch that begins with this removal."""
         written = orjson.dumps([removal.at_s, *astuple(removal.chosen)])
-        pipe = self._redis.pipeline(transaction=True)
-        pipe.hsetnx(KEY, "epoch", _new_epoch())
-        pipe.hincrby(KEY, "epoch", 1)
-        pipe.hset(KEY, "last", written if len(written) <= MAX_BYTES else b"null")
-        _, epoch, _ = await self._calls.ask(pipe.execute())
-        return int(epoch)
+        args: list[int | bytes] = [_new_epoch(), written if len(written) <= MAX_BYTES else b"null"]
+        return int(await self._calls.ask(self._advance(keys=[KEY], args=args)))
 
     async def read(self) -> tuple[int, Removal | None]:
         """The epoch, and the removal that it began with; None where that is not known."""
         epoch, last = await self._calls.ask(self._read())
         if epoch is None:
-            pipe = self._redis.pipeline(transaction=True)
-            pipe.hsetnx(KEY, "epoch", _new_epoch())
-            pipe.hget(KEY, "epoch")
-            _, epoch = await self._calls.ask(pipe.execute())
+            epoch = await self._calls.ask(self._advance(keys=[KEY], args=[_new_epoch(), ""]))
         number = read_or_skip("removals", partial(int, epoch))
         if number is None:
             raise RedisDownError("what was removed cannot be read")

@@ -222,8 +222,8 @@ class Flight(Generic[_T]):
         """For all readers. Waits while too much is unread."""
         self._items.append(item)
         self._bytes += self._size(item)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changed.set()  # for those that wait now
+        self._changed.clear()
         if self._bytes > self._max_bytes:
             await self._make_room()
 

@@ -23,11 +23,10 @@ from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError, ResponseError
 
+from engine import redis_client
+from engine.redis_client import Script
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.storage.breaker import UNREACHABLE, RedisBreaker
@@ -43,7 +42,7 @@ MAX_CALLS: Final = 32
 """Of one stage, at the same time, so that a burst waits for a connection instead of running out of them."""
 
 MAX_CONNECTIONS: Final = 16 * MAX_CALLS
-"""Of one client: more than all stages together may ask at a time."""
+"""Of one client, in a cluster to each node: more than all stages together may ask at a time."""
 
 TURNS: Final = 16
 """Time limits that a call waits for its turn, at most."""
@@ -54,15 +53,11 @@ SOCKET_TIMEOUTS: Final = 4
 
 def connect(url: str, timeout_s: float) -> Redis:
     """A client for calls that take no longer than `timeout_s`, in which nothing takes longer than SOCKET_TIMEOUTS of
-    it, and which tries again only once: a connection may have been closed while it was idle. Its owner closes it."""
-    most_s = SOCKET_TIMEOUTS * timeout_s
-    return Redis.from_url(
-        url,
-        socket_connect_timeout=most_s,
-        socket_timeout=most_s,
-        retry=Retry(NoBackoff(), 1),
-        max_connections=MAX_CONNECTIONS,
-    )
+    it. Its owner ends it with `close`."""
+    return redis_client.connect(url, timeout_s=SOCKET_TIMEOUTS * timeout_s, max_connections=MAX_CONNECTIONS)
+
+
+close = redis_client.close
 
 
 async def warn_of_eviction(redis: Redis) -> None:
@@ -128,11 +123,11 @@ class RedisCalls:
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(MAX_CALLS)
 
-    def script(self, package: str | None, *names: str) -> AsyncScript:
+    def script(self, package: str | None, *names: str) -> Script:
         """The Lua source in these files of a package (`__package__` of its user), one behind the other."""
         assert package is not None
         source = "".join(files(package).joinpath(name).read_text(encoding="utf-8") for name in names)
-        return self.redis.register_script(source)
+        return Script(self.redis, source)
 
     async def ask(self, call: Awaitable[_T]) -> _T:
         """What the call returns. Raises RedisDownError; the command may have been executed all the same."""

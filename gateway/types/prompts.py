@@ -129,12 +129,15 @@ class EncodedPrompt:
     tokens       token ids, TOKEN_BYTES each
     digests      chain digests of its full blocks, DIGEST_BYTES each, under the namespace with the request's salt
     breakpoints  where the client asked for caching, shortest first, each at another token
+    rendering    whose rendering the tokens are: empty for our own, else the fingerprint of a server's (replicas/
+                 rendering.py). None: tokens of an answer are behind it, and it is continued as it is
     """
 
     tokens: bytes
     digests: bytes
     new_tokens: int = 0  # tokens of segments that were not in the memo
     breakpoints: tuple[Breakpoint, ...] = ()
+    rendering: str | None = ""
 
     @property
     def num_tokens(self) -> int:

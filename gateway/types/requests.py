@@ -129,6 +129,8 @@ class Trace:
     fork: bool = False  # its prompt is accounted for with another answer's
     prompt_tokens: int = 0
     cached_tokens: int = 0  # whose blocks were physically reused
+    cached_late: bool = False  # its engine reports them behind the first token
+    predicted_tokens: int | None = None  # of cached_tokens, by the index; None: nothing was to be reused
     reported_cached_tokens: int = 0  # as in Usage
     missed_by_key: bool = False  # nothing was reused, and a prompt with another prompt_cache_key began like it
     cache_write_tokens: int = 0
@@ -144,7 +146,7 @@ class Trace:
     unmetered: bool = False  # an upstream answered without a usage
     paid_tokens: int = 0  # of an answer that was begun for another request: computed after that one had left
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
-    retries: int = 0
+    retries: int = 0  # times that another engine took over, before or after the first token
     overhead_ms: float = 0.0  # the gateway's own time before the engine had the request, waiting in a queue excluded
     queue_ms: float = 0.0  # waiting for a slot, in the gateway and in the engine
     first_token_ms: float | None = None  # from arrival

@@ -60,9 +60,26 @@ CLOSED: Final = "the connection was closed before the end of the answer"
 
 
 class _Protocol(ResponseHandler):
-    """Closes a connection whose chunk framing does not end."""
+    """Closes a connection whose chunk framing does not end, and has one timer for many reads: aiohttp's own, one for
+    each chunk, costs more than passing the chunk on."""
 
     _framing_bytes = 0
+    _timer_s: float | None = None  # the timeout that the timer was set for
+    _due_s = 0.0
+
+    def _reschedule_timeout(self) -> None:
+        if self._read_timeout and self._read_timeout_handle is not None and self._timer_s == self._read_timeout:
+            self._due_s = self._loop.time() + self._read_timeout  # the timer, which fires before, looks at it
+            return
+        super()._reschedule_timeout()
+        self._timer_s, self._due_s = self._read_timeout, 0.0
+
+    def _on_read_timeout(self) -> None:
+        left_s = self._due_s - self._loop.time()
+        if left_s > 0:
+            self._read_timeout_handle = self._loop.call_later(left_s, self._on_read_timeout)
+        else:
+            super()._on_read_timeout()
 
     def data_received(self, data: bytes) -> None:
         body = self._payload

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
-from gateway.config import EVERYBODY, ServedModel, UpstreamSettings
+from gateway.config import ALL_TENANTS, ServedModel, UpstreamSettings
 
 MAX_NAME_CHARS: Final = 1024
 """Of a model name. Longer ones match no upstream: patterns would take long."""
@@ -84,7 +84,7 @@ class Routes:
 
 def may(tenants: Sequence[str], tenant: str) -> bool:
     """Whether a list of tenants of the settings has this one."""
-    return tenant in tenants or EVERYBODY in tenants
+    return tenant in tenants or ALL_TENANTS in tenants
 
 
 def _best(items: Sequence[ServedModel], model: str) -> ServedModel | None:

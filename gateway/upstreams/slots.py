@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from engine.protocol import Lane
+from engine.protocol import LANES, Lane
 from gateway.config import QueueSettings
 from gateway.errors import DeadlineError, QueueFullError
 from gateway.gate import FairQueue, Gate, Pace, Waiting
@@ -31,8 +31,6 @@ REQUEST_S: Final = 1.0
 
 LONGEST_S: Final = 3600.0
 """Longest Retry-After of an upstream that is followed."""
-
-_LANES: Final[tuple[Lane, ...]] = ("online", "batch")  # in the order of service
 
 
 class UpstreamSlots:
@@ -131,7 +129,7 @@ class UpstreamSlots:
         )
 
     def _hand_out(self) -> None:
-        for lane in _LANES:
+        for lane in LANES:
             queue = self._queues[lane]
             while queue and self._is_free(lane):
                 waiter = queue.first(last=self._find_sated() if lane == "online" else ())

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from gateway.config import EVERYBODY, UpstreamSettings
+from gateway.config import ALL_TENANTS, UpstreamSettings
 from gateway.errors import BadRequestError
 from gateway.tasks import off_loop
 from gateway.types import UpstreamRequest
@@ -197,7 +197,7 @@ class Accounts:
         for one in settings:
             asking.setdefault(self._account[one.name], set()).update(one.tenants)
         self._shared = {
-            account for account, names in asking.items() if len(names) > 1 or (EVERYBODY in names and num_tenants > 1)
+            account for account, names in asking.items() if len(names) > 1 or (ALL_TENANTS in names and num_tenants > 1)
         }
 
     async def routes_for(self, request: UpstreamRequest, routes: Sequence[Route]) -> list[Route]:

@@ -89,7 +89,7 @@ class Anthropic:
         account = MessageAccount(self.answering.pipeline, message.caching, shape, diagnosis)
         # Tool calls have ids of their own, and a diagnosis belongs to one message.
         is_resendable = call.tool_use is None and diagnosis is None
-        return Generation(call, model, shape, account, shape.stamp() if is_resendable else None)
+        return Generation(call, model, shape, account, shape.stamp if is_resendable else None)
 
     async def count_tokens(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens"""

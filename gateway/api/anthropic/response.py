@@ -151,7 +151,7 @@ def _end(reason: FinishReason, stop: str | None, usage: Usage, max_tokens: int) 
 
 
 def model_json(model: str, created: int, context_tokens: int | None) -> dict[str, Any]:
-    """`context_tokens` None while its engines are away."""
+    """`context_tokens` None while none of its engines can be reached."""
     return {
         "type": "model",
         "id": model,

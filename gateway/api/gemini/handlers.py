@@ -69,7 +69,7 @@ class Gemini:
         shape = GeminiShape(model, call.choices.n, array=array)
         # Files and cached contents are looked up for each request.
         is_resendable = content is None and not has_files and call.tool_use is None
-        answered = Generation(call, model, shape, stamp=shape.stamp() if is_resendable else None)
+        answered = Generation(call, model, shape, stamp=shape.stamp if is_resendable else None)
         return await self.answering.answer(http, answered, media_type=JSON if array else SSE)
 
     async def count(self, http: web.Request) -> web.StreamResponse:

@@ -22,6 +22,7 @@ from gateway.api.openai.inputs import Inputs, texts_or_ids
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply
+from gateway.api.tenants import set_aside
 from gateway.config import EmbeddingSettings
 from gateway.errors import BadRequestError, ContextLengthError, ModelNotFoundError, NotFoundError
 from gateway.types import EmbeddingInput, Need, Tenant
@@ -141,7 +142,7 @@ class Embeddings:
         if tokens > (limit := self.settings.max_request_tokens):
             message = f"The request has {tokens} tokens, and may have {limit}."
             raise BadRequestError(message, param="input", code="max_tokens_per_request")
-        await self.answering.set_aside(record, lambda: Need(input_tokens=tokens))
+        await set_aside(self.answering.limits, record, lambda: Need(input_tokens=tokens))
         # 2. Their vectors.
         wanted = [EmbeddingInput(one, size) for one in texts]
         vectors = await self.embedder.embed(wanted, self.answering.deadline_s(record), tenant=tenant.name)

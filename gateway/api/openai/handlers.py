@@ -96,14 +96,14 @@ class OpenAI:
         call = parse_chat(body, self._leases)
         model = self._answering.model(call.model, record)
         shape = ChatShape(model, call, body, tier=grant(call.tier, record))
-        stamp = shape.stamp(stream=call.stream) if call.tool_use is None else None  # each call has an id of its own
-        return Generation(call, model, shape, stamp=stamp)
+        is_resendable = call.tool_use is None  # each call has an id of its own
+        return Generation(call, model, shape, stamp=shape.stamp if is_resendable else None)
 
     def _completion(self, record: Record, body: dict[str, Any]) -> Generation:
         call = parse_completion(body)
         model = self._answering.model(call.model, record)
         shape = CompletionShape(model, call)
-        return Generation(call, model, shape, stamp=shape.stamp(stream=call.stream))
+        return Generation(call, model, shape, stamp=shape.stamp)
 
     def _models(self, http: web.Request) -> Mapping[str, int]:
         """Embedding models are last: a client that takes the first model wants one that generates."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import orjson
@@ -63,14 +63,17 @@ class _ChoicesShape(Shape):
             **more,
             "system_fingerprint": _fingerprint(model.namespace),
         }
-        self._include_usage = call.include_usage
-        # What stands before the fields of a choice in every chunk, and after its closing bracket.
-        self._head = b"data: " + orjson.dumps({**self._base, "object": chunk_kind})[:-1] + b',"choices":[{'
-        self._tail = b',"usage":null}\n\n' if call.include_usage else b"}\n\n"
+        self._stream, self._include_usage = call.stream, call.include_usage
+        self._tail = b',"usage":null}\n\n' if call.include_usage else b"}\n\n"  # of a chunk, behind its choices
 
-    def stamp(self, *, stream: bool) -> Stamp:
+    @cached_property
+    def _head(self) -> bytes:
+        """What stands before the fields of a choice in every chunk."""
+        return b"data: " + orjson.dumps({**self._base, "object": self._chunk_kind})[:-1] + b',"choices":[{'
+
+    def stamp(self) -> Stamp:
         """What is new in each answer; ids of tool calls are not in it."""
-        kind = self._chunk_kind if stream else self._kind
+        kind = self._chunk_kind if self._stream else self._kind
 
         def write(name: str, created: int) -> bytes:
             return orjson.dumps({"id": name, "object": kind, "created": created})[1:-1]

@@ -43,9 +43,7 @@ AWAY_S: Final = 2.0
 PATIENCE_S: Final = 300.0
 """That a job with several models waits for a model without an engine, so that its lines can be put in order."""
 
-NO_ENGINE: Final = JobError(
-    "model_not_available", "Nobody serves its model now: the engines are away, or there are none."
-)
+NO_ENGINE: Final = JobError("model_not_available", "No engine or upstream serves its model now.")
 """The error of a job whose lines cannot be planned."""
 
 
