@@ -25,8 +25,14 @@ def _session_redis() -> Iterator[RedisProcess]:
 
 
 @pytest.fixture
-def redis_url(_session_redis: RedisProcess) -> str:
-    """URL of an empty Redis that all tests share, one after the other."""
+def redis_url(single_redis_url: str) -> str:
+    """URL of an empty Redis."""
+    return single_redis_url
+
+
+@pytest.fixture
+def single_redis_url(_session_redis: RedisProcess) -> str:
+    """URL of the one server that all tests share, one after the other; empty."""
     with redis.Redis(unix_socket_path=str(_session_redis.socket)) as client:
         client.flushall()
     return _session_redis.url

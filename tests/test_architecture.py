@@ -16,6 +16,7 @@ STAGES = (
     "index",
     "queues",
     "engines",
+    "replicas",
     "files",
     "ledger",
     "limits",
@@ -29,12 +30,17 @@ WITH_NUMPY = {
     "gateway.responses.semantic.space",
 }
 """What the extra `semantic` is for; imported when the first text is embedded or looked up."""
+WITH_EVENTS = {"gateway.replicas.events": {"msgspec"}, "gateway.replicas.stream": {"zmq"}}
+"""What the extra `fleet` is for; imported when a replica is configured."""
+FOR_SERVERS = {"engine.publish", "engine.leases.leases", "engine.leases.pins", "engine.pool.blocks"}
+"""What an engine does by itself, and is done here for servers of others: the index, and the rules of leases."""
 FOUNDATION = {
     *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.breaker"),
     *("gateway.storage.redis_calls", "gateway.storage.breaker"),
     *("gateway.storage.byte_store", "gateway.storage.memory_bytes", "gateway.storage.redis_bytes"),
     *("gateway.config", "gateway.digests", "gateway.gate", "gateway.logs", "gateway.native"),
     "engine.protocol.frozen",
+    *("engine.redis_url", "engine.redis_client"),
 }
 PROMISES = {
     "gateway.files.store",
@@ -87,9 +93,11 @@ def test_imports_follow_the_pipeline(path: Path) -> None:
         assert outside <= allowed, "the foundation imports nothing above it"
     elif room in STAGES:
         outside = {name for name in used if not name.startswith(f"gateway.{room}")}
-        assert outside <= FOUNDATION | {"engine.protocol"}, "stages never import each other"
-    elif module == "gateway.pipeline":
-        allowed = FOUNDATION | {"engine.protocol", "gateway.stages", "gateway.metering"}
+        own = FOR_SERVERS if room == "replicas" else set()
+        assert outside <= FOUNDATION | {"engine.protocol"} | own, "stages never import each other"
+    elif module in ("gateway.pipeline", "gateway.sequence"):
+        own = {"gateway.stages", "gateway.metering", "gateway.receipts", "gateway.sequence"}
+        allowed = FOUNDATION | {"engine.protocol"} | own
         assert used <= allowed, "the pipeline knows its stages as protocols"
     elif room in ("api", "admin"):
         allowed_rooms = ("gateway.api", "gateway.admin", "gateway.pipeline", "gateway.stages")
@@ -98,7 +106,9 @@ def test_imports_follow_the_pipeline(path: Path) -> None:
     elif room == "client":
         outside = {name for name in used if not name.startswith("gateway.client")}
         assert outside <= {"gateway.api.openai.batches.rows"}, "it is a client, which knows how a file has to be"
-    elif module not in ("gateway.app", "gateway.serving", "gateway.cli"):
+    elif module in ("gateway.engine_processes", "gateway.vllm_process", "gateway.parent"):
+        assert used <= FOUNDATION | {"engine.config", "gateway.processes", "gateway.peer"}
+    elif module not in ("gateway.app", "gateway.serving", "gateway.cli", "gateway.worker", "gateway.workers"):
         assert used <= FOUNDATION | {"engine.protocol", "engine.config"}, f"{module}: a room of its own"
 
 
@@ -106,6 +116,11 @@ def test_imports_follow_the_pipeline(path: Path) -> None:
 def test_no_torch_below_the_gateway(path: Path) -> None:
     computes = {"safetensors", "numpy"} if module_name(path) in WITH_NUMPY else set()
     assert not foreign(path) & {"torch", "transformers", "safetensors", "numpy"} - computes
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_only_the_event_streams_need_the_extra_fleet(path: Path) -> None:
+    assert foreign(path) & {"msgspec", "zmq"} <= WITH_EVENTS.get(module_name(path), set())
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "engine/protocol").glob("*.py")), ids=module_name)

@@ -134,7 +134,7 @@ def test_every_figure_of_the_readme_has_a_script_and_is_in_the_notebook() -> Non
 
 
 CLIENT_FLAGS = {"--wait", "--url", "--key", "--errors", "--tenant", "--namespace", "--api-key-env"}
-COMMON_FLAGS = {"--config", "--help", "--help-all", "--slow"}
+COMMON_FLAGS = {"--config", "--help", "--help-all", "--slow", "--replica"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

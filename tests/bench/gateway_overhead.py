@@ -1,15 +1,17 @@
 """What the gateway costs in CPU, against a bare aiohttp reverse proxy in front of the same fake engine.
 
-    python -m tests.bench.gateway_overhead [--scale 1.0] [--upstream]
+    python -m tests.bench.gateway_overhead [--scale 1.0] [--upstream | --replica]
 
 Processes: a fake engine that speaks both the engine stream (for Kvasir) and plain HTTP (for the proxies); a bare proxy
 that copies bytes; a bare proxy that also parses the JSON and hashes the body (SHA-256, as the key of an exact cache
 would be); `kvasir serve` without engines of its own. This process sends the requests. CPU is what the kernel says of
 the process in the middle, user and system, per request. With --upstream the HTTP server is an upstream of
-Kvasir's, which has no engine then: bytes in both directions, as the proxies have them.
+Kvasir's, which has no engine then: bytes in both directions, as the proxies have them. With --replica it is a vLLM
+without KV events, as far as a gateway asks one: Kvasir sends it token ids, and makes text of those that come back.
 
-Targets: at most 2x the bare proxy for small bodies; at 400 KB with a warm memo at most 1.5x the proxy that parses and
-hashes; at most 25 us per streamed chunk more than bare. Rounds alternate; medians are printed.
+Targets: at most 2x the bare proxy for small bodies, 2.2x through a replica; at 400 KB with a warm memo at most 1.5x
+the proxy that parses and hashes; at most 25 us per streamed chunk more than bare. Rounds alternate; medians are
+printed.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ async def run_engine(stream_port: int, http_port: int) -> None:
     )
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/v1/chat/completions", _plain_answer)
+    _Replica(word).add_to(app)
     runner = web.AppRunner(app, access_log=None)
     async with engine:
         await runner.setup()
@@ -106,6 +109,49 @@ async def _plain_answer(request: web.Request) -> web.StreamResponse:
         await response.write(b"data: " + orjson.dumps(data) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     return response
+
+
+class _Replica:
+    """The other paths of a vLLM. Its /v1/completions answers at the pace of `_plain_answer`, in the form of vLLM."""
+
+    def __init__(self, word: int) -> None:
+        from tests.fakes.replica_server import ReplicaServer
+
+        self._word = word
+        self._server = ReplicaServer(
+            "vllm", context_tokens=10_000_000, num_blocks=1 << 17, events_port=None, replay_port=None
+        )
+        self._server.completions = self._answer
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_route("*", "/{path:.*}", self._server.handle)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        asked = orjson.loads(await request.read())
+        self._server.got.clear()
+        prompt, count = asked["prompt"], asked["max_tokens"]
+        base = {"id": "cmpl-" + "0" * 24, "object": "text_completion", "created": 1, "model": "demo"}
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        details = {"prompt_tokens_details": {"cached_tokens": 0}}
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": count,
+            "total_tokens": len(prompt) + count,
+            **details,
+        }
+        if not asked.get("stream"):
+            choice = {"index": 0, "text": "", "token_ids": [self._word] * count, "finish_reason": "length"}
+            return web.json_response({**base, "choices": [choice], "usage": usage})
+        await response.prepare(request)
+        for number in range(count):
+            await asyncio.sleep(INTERVAL_S)
+            reason = "length" if number == count - 1 else None
+            choice = {"index": 0, "text": PIECE, "logprobs": None, "finish_reason": reason, "stop_reason": None}
+            choice |= {"token_ids": [self._word], "prompt_token_ids": None if number else prompt}
+            await response.write(b"data: " + orjson.dumps({**base, "choices": [choice]}) + b"\n\n")
+        await response.write(b"data: " + orjson.dumps({**base, "choices": [], "usage": usage}) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
 
 async def run_proxy(port: int, upstream: str, parse: bool) -> None:
@@ -270,7 +316,9 @@ def main() -> None:
     parser.add_argument("--parse", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=BODIES, help="measure this size of body alone, and no stream")
     parser.add_argument("--streams", type=int, default=4, help="streams at the same time")
-    parser.add_argument("--upstream", action="store_true", help="Kvasir in front of the HTTP server, without engine")
+    behind = parser.add_mutually_exclusive_group()
+    behind.add_argument("--upstream", action="store_true", help="Kvasir in front of the HTTP server, without engine")
+    behind.add_argument("--replica", action="store_true", help="the HTTP server is a vLLM, and Kvasir's only engine")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
     arguments = parser.parse_args()
@@ -287,6 +335,8 @@ def main() -> None:
 
 def _ours(arguments: argparse.Namespace, folder: Path, stream: int, http: int) -> list[str]:
     """The command, and what is behind it."""
+    if arguments.replica:
+        return ["gateway", "--replica", f"vllm:http=http://127.0.0.1:{http}"]
     if not arguments.upstream:
         return ["serve", "--engines", "0", "--engine-urls", f"http://127.0.0.1:{stream}"]
     file = folder / "upstreams.toml"

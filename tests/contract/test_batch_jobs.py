@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from redis.asyncio import Redis
 
 from gateway.config import BatchSettings
 from gateway.errors import QuotaError
@@ -14,6 +13,7 @@ from gateway.queues.batch.base import Counts, Job, JobError
 from gateway.queues.batch.jobs import MemoryJobs
 from gateway.queues.batch.redis_jobs import PREFIX, RedisJobs, RedisScripts
 from gateway.types import Usage
+from tests.fakes.redis_fleet import keys_of, opened
 from tests.fakes.tuned import tuned
 
 Jobs = MemoryJobs | RedisJobs
@@ -25,7 +25,7 @@ async def jobs(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[
     if request.param == "memory":
         yield MemoryJobs(LIMITS)
         return
-    async with Redis.from_url(redis_url) as redis:
+    async with opened(redis_url) as redis:
         yield RedisJobs(RedisScripts(redis, timeout_s=5.0), LIMITS)
 
 
@@ -154,7 +154,7 @@ async def test_a_job_is_leased_to_one_at_a_time(jobs: Jobs) -> None:
 
 
 async def test_nothing_is_left_in_redis_of_jobs_that_are_forgotten(redis_url: str) -> None:
-    async with Redis.from_url(redis_url) as redis:
+    async with opened(redis_url) as redis:
         jobs = RedisJobs(RedisScripts(redis, timeout_s=5.0), LIMITS)
         for number in (1, 2):
             await made(jobs, number, lines=1)
@@ -162,4 +162,4 @@ async def test_nothing_is_left_in_redis_of_jobs_that_are_forgotten(redis_url: st
         await jobs.put(replace(job(1), version=1), forget_ms=5)
         for number in (1, 2):
             await jobs.forget(job(number))
-        assert await redis.keys(f"{PREFIX}*") == []
+        assert await keys_of(redis, f"{PREFIX}*") == []

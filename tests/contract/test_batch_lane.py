@@ -15,6 +15,7 @@ from gateway.queues.batch.redis_jobs import PREFIX, RedisJobs, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
 from gateway.storage.redis_calls import connect
 from tests.fakes.batches import FakeRunner, Lane
+from tests.fakes.redis_fleet import keys_of
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
@@ -39,11 +40,11 @@ async def test_a_job_leaves_its_record_alone_in_redis_until_that_is_over_its_tim
             await until(lambda: _has_no_lease(redis))  # which is let go of when all else is done
         assert job.counts == Counts(100, succeeded=100)
         assert Counter(row["id"] for row in await lane.results(job)) == Counter(map(str, range(100)))
-        names = {key.decode().removeprefix(PREFIX).partition(":")[0] for key in await redis.keys(f"{PREFIX}*")}
+        names = {key.decode().removeprefix(PREFIX).partition(":")[0] for key in await keys_of(redis, f"{PREFIX}*")}
         assert names == {"job", "of", "ended"}
         lane.now_s += lane.settings.keep_s
         await lane.worker(FakeRunner()).sweep()
-        assert await redis.keys(f"{PREFIX}*") == []
+        assert await keys_of(redis, f"{PREFIX}*") == []
 
 
 async def test_gateways_on_one_redis_share_the_lines(redis_url: str, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from redis.asyncio import Redis
 
 from engine.protocol import DIGEST_BYTES
 from gateway.errors import OverloadedError
@@ -19,6 +18,7 @@ from gateway.queues.batch.paths import Ref
 from gateway.queues.batch.redis_jobs import PREFIX, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
 from gateway.types import Usage
+from tests.fakes.redis_fleet import keys_of, opened
 from tests.fakes.redis_process import RedisProcess
 
 Lines = MemoryLines | RedisLines
@@ -33,7 +33,7 @@ async def lines(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator
     if request.param == "memory":
         yield MemoryLines()
         return
-    async with Redis.from_url(redis_url) as redis:
+    async with opened(redis_url) as redis:
         yield RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))
 
 
@@ -293,7 +293,7 @@ def test_both_stores_do_the_same_and_every_line_has_one_result_in_the_end(
     redis_url: str, operations: list[Any]
 ) -> None:
     async def run() -> None:
-        async with Redis.from_url(redis_url) as redis:
+        async with opened(redis_url) as redis:
             await redis.flushall()
             history = History([MemoryLines(), RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))])
             for operation in operations:
@@ -306,7 +306,7 @@ def test_both_stores_do_the_same_and_every_line_has_one_result_in_the_end(
 
 async def test_lines_survive_a_redis_that_is_killed(tmp_path: Any) -> None:
     with RedisProcess(tmp_path, "--appendonly", "yes", "--appendfsync", "everysec") as process:
-        async with Redis.from_url(process.url) as redis:
+        async with opened(process.url) as redis:
             store = RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))
             await put(store, J1, plans(*[line % 256 for line in range(2500)]))
             claims = await store.claim("x", "m", 10, 10)
@@ -322,7 +322,7 @@ async def test_lines_survive_a_redis_that_is_killed(tmp_path: Any) -> None:
 
 
 async def test_nothing_is_left_in_redis_of_lines_that_are_done_and_forgotten(redis_url: str) -> None:
-    async with Redis.from_url(redis_url) as redis:
+    async with opened(redis_url) as redis:
         store = RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))
         await put(store, J1, plans(1, 2, 3))
         (claim, *_) = await store.claim("x", "m", 1, 10)
@@ -331,11 +331,11 @@ async def test_nothing_is_left_in_redis_of_lines_that_are_done_and_forgotten(red
             await store.complete(each, DONE, NONE)
         await store.claim("x", "m", 9, 10)
         await store.forget(J1)
-        assert await redis.keys(f"{PREFIX}*") == []
+        assert await keys_of(redis, f"{PREFIX}*") == []
 
 
 async def test_a_redis_that_is_full_takes_results_and_nothing_new(own_redis: RedisProcess) -> None:
-    async with Redis.from_url(own_redis.url) as redis:
+    async with opened(own_redis.url) as redis:
         store = RedisLines(RedisScripts(redis, timeout_s=LIMIT_S))
         await put(store, J1, plans(1, 2, 3))
         (claim,) = await store.claim("x", "m", 1, 10)

@@ -16,8 +16,9 @@ from gateway.errors import RedisDownError
 from gateway.storage.byte_store import ByteStore, Put, Quota
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import RedisCalls, connect
+from gateway.storage.redis_calls import RedisCalls, close, connect
 from tests.fakes.clock import Clock
+from tests.fakes.redis_fleet import keys_of
 from tests.fakes.redis_process import RedisProcess
 
 LIMIT_S = 30.0
@@ -211,7 +212,7 @@ def test_memory_and_redis_store_the_same(
 ) -> None:
     async def run() -> None:
         clock, quota = Clock(float(int(time.time()))), Quota(entries=3, bytes=100, ttl_s=600.0, by_use=by_use)
-        redis: Redis = Redis.from_url(redis_url)
+        redis: Redis = connect(redis_url, LIMIT_S)
         await redis.flushall()
         stores = MemoryBytes(quota, clock), RedisBytes(RedisCalls(redis, LIMIT_S), "bytes", quota, clock)
         for what, owner, key, size in history:
@@ -229,7 +230,7 @@ def test_memory_and_redis_store_the_same(
                 first, second = [await held(store, each) for store in stores]
                 assert first == second
                 assert len(first) <= 3
-        await redis.aclose()
+        await close(redis)
 
     asyncio.run(run())
 
@@ -254,7 +255,7 @@ async def test_nothing_of_an_owner_stays_behind(redis: Redis, clock: Clock) -> N
     assert 59_000 < await redis.pttl("kvasir:{bytes:a}:1") <= 60_000
     for key in "12":
         await store.remove("a", key)
-    assert await redis.keys("*") == [b"kvasir:{bytes:a}.sizes"]
+    assert await keys_of(redis) == [b"kvasir:{bytes:a}.sizes"]
     assert await redis.hgetall("kvasir:{bytes:a}.sizes") == {b"": b"0"}  # type: ignore[misc]
 
 
@@ -268,4 +269,4 @@ async def test_a_redis_that_is_full_is_read_all_the_same(own_redis: RedisProcess
             await store.put("a", "2", b"x")
         assert await store.find("a", "1") == b"x"
     finally:
-        await redis.aclose()
+        await close(redis)

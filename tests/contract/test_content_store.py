@@ -14,7 +14,7 @@ from gateway.config import GeminiSettings
 from gateway.errors import OverloadedError, QuotaError
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import RedisCalls, connect
+from gateway.storage.redis_calls import RedisCalls, close, connect
 from gateway.types import CachedContent
 from tests.fakes.clock import Clock
 from tests.fakes.redis_process import RedisProcess
@@ -140,7 +140,7 @@ async def pair(own_redis: RedisProcess, clock: Clock) -> AsyncIterator[Pair]:
         yield Pair(stores[0], stores[1], own_redis, clock)
     finally:
         for client in clients:
-            await client.aclose()
+            await close(client)
 
 
 async def test_gateways_share_what_one_of_them_was_given(pair: Pair) -> None:

@@ -21,7 +21,7 @@ from engine.protocol import BlockEvents, split_digests
 from engine.publish import Publisher, ResidencyTable
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.storage.redis_calls import RedisCalls
+from gateway.storage.redis_calls import RedisCalls, close, connect
 from tests.fakes.fake_engine import make_hello
 
 LIMIT_S = 30.0
@@ -113,14 +113,14 @@ async def made(kind: str, redis_url: str) -> AsyncIterator[Memory | Published]:
     if kind == "memory":
         yield Memory()
         return
-    redis: Redis = Redis.from_url(redis_url)
+    redis: Redis = connect(redis_url, LIMIT_S)
     fed = Published(redis)
     try:
         yield fed
     finally:
         for name in list(fed.engines):
             await fed.end(name)
-        await redis.aclose()
+        await close(redis)
 
 
 @pytest.fixture(params=["memory", "redis"])

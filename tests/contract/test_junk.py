@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from engine.protocol import ENGINES_KEY, announcement_key
 from gateway.engines.registry import announced
-from gateway.storage.redis_calls import connect, unreadable, warn_of_eviction
+from gateway.storage.redis_calls import close, connect, unreadable, warn_of_eviction
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 from tests.fakes.whole import LIMIT_S, Whole, whole
@@ -228,7 +228,7 @@ async def test_a_policy_that_evicts_jobs_is_named_with_what_to_set(
         await redis.config_set("maxmemory-policy", policy)
         await warn_of_eviction(redis)
     finally:
-        await redis.aclose()
+        await close(redis)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert bool(said) is warned
     assert not warned or (policy in said[0] and "volatile-lru" in said[0])
@@ -239,5 +239,5 @@ async def test_a_redis_that_cannot_be_asked_for_its_policy_stops_nothing(
 ) -> None:
     redis = connect(f"unix://{tmp_path}/none.sock", 0.1)
     await warn_of_eviction(redis)
-    await redis.aclose()
+    await close(redis)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -16,7 +16,8 @@ from gateway.ledger.base import COLUMNS, Entry, Row
 from gateway.ledger.books import Book, MemoryBook, RedisBook
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
-from gateway.storage.redis_calls import RedisCalls, connect
+from gateway.storage.redis_calls import RedisCalls, close, connect
+from tests.fakes.redis_fleet import keys_of
 from tests.fakes.redis_process import RedisProcess
 
 LIMIT_S = 30.0
@@ -32,7 +33,7 @@ async def book(request: pytest.FixtureRequest, redis_url: str) -> AsyncIterator[
         return
     redis = connect(redis_url, LIMIT_S)
     yield RedisBook(RedisCalls(redis, LIMIT_S))
-    await redis.aclose()
+    await close(redis)
 
 
 async def test_figures_add_up_by_row(book: Book) -> None:
@@ -92,13 +93,13 @@ async def test_whichever_write_fails_a_batch_is_added_as_a_whole_or_not_at_all(o
         await book.add(name, rows)
         await book.add(name, rows)
         assert (await book.read("0", "9"))[tomorrow] == {"requests": count + 1}, name
-    await redis.aclose()
+    await close(redis)
 
 
 async def test_a_figure_that_overflows_or_is_no_number_keeps_no_other_from_being_written(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    redis: Redis = Redis.from_url(redis_url)
+    redis: Redis = connect(redis_url, LIMIT_S)
     book, other = RedisBook(RedisCalls(redis, LIMIT_S)), ROW._replace(tenant="south")
     await book.add("1", [(ROW, {"requests": 1, "prompt_tokens": LARGEST - 1, "cost_nano": 1 - LARGEST})])
     (field,) = [one for one in await redis.hkeys(DAY) if one.endswith(b"|requests")]  # type: ignore[misc]
@@ -114,25 +115,25 @@ async def test_a_figure_that_overflows_or_is_no_number_keeps_no_other_from_being
             assert await ledger.flush()
     assert ledger.capped > 1
     assert len(caplog.records) == 1
-    await redis.aclose()
+    await close(redis)
 
 
 async def test_nothing_of_the_ledger_is_given_up_by_a_redis_that_is_full(redis_url: str) -> None:
-    redis: Redis = Redis.from_url(redis_url)
+    redis: Redis = connect(redis_url, LIMIT_S)
     await RedisBook(RedisCalls(redis, LIMIT_S)).add("1", [(ROW, {"requests": 1})])
-    lives = {key.decode(): await redis.ttl(key) for key in await redis.keys("*")}
-    await redis.aclose()
+    lives = {key.decode(): await redis.ttl(key) for key in await keys_of(redis)}
+    await close(redis)
     assert lives.pop("kvasir:{ledger}.added:1") > 0
     assert lives == {"kvasir:{ledger}:2026-11-22": -1, "kvasir:{ledger}.days": -1}
 
 
 async def test_what_a_newer_gateway_counts_is_left_alone(redis_url: str) -> None:
-    redis: Redis = Redis.from_url(redis_url)
+    redis: Redis = connect(redis_url, LIMIT_S)
     book = RedisBook(RedisCalls(redis, LIMIT_S))
     await book.add("1", [(ROW, {"requests": 1, "of_tomorrow": 3})])
     await redis.hset("kvasir:{ledger}:2026-11-22", "a|b|c|d|e|requests", "1")  # type: ignore[misc]
     assert await book.read(ROW.day, ROW.day) == {ROW: {"requests": 1}}
-    await redis.aclose()
+    await close(redis)
 
 
 async def test_two_gateways_add_up(redis_url: str) -> None:
@@ -147,7 +148,7 @@ async def test_two_gateways_add_up(redis_url: str) -> None:
     (figures,) = (await ledgers[0].read("1970-01-01", "1970-01-01")).values()
     assert figures == {"requests": 100, "prompt_tokens": 300, "cost_nano": 45_000}
     for client in clients:
-        await client.aclose()
+        await close(client)
 
 
 async def test_what_was_counted_while_redis_was_away_is_there_when_it_is_back(own_redis: RedisProcess) -> None:
@@ -162,7 +163,7 @@ async def test_what_was_counted_while_redis_was_away_is_there_when_it_is_back(ow
     own_redis.start()
     (figures,) = (await ledger.read("1970-01-01", "1970-01-01")).values()
     assert figures["prompt_tokens"] == 3
-    await redis.aclose()
+    await close(redis)
 
 
 async def test_a_redis_that_is_full_is_one_that_is_away(own_redis: RedisProcess) -> None:
@@ -174,4 +175,4 @@ async def test_a_redis_that_is_full_is_one_that_is_away(own_redis: RedisProcess)
     await redis.config_set("maxmemory", 0)
     assert await ledger.flush()
     assert [row.model for row in await ledger.read("1970-01-01", "1970-01-01")] == ["m"]
-    await redis.aclose()
+    await close(redis)

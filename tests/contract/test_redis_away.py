@@ -31,7 +31,7 @@ from gateway.responses.semantic.questions import RedisQuestions
 from gateway.serving import close_with
 from gateway.storage.byte_store import Quota
 from gateway.storage.redis_bytes import RedisBytes
-from gateway.storage.redis_calls import MAX_CALLS, RedisCalls, connect
+from gateway.storage.redis_calls import MAX_CALLS, RedisCalls, close, connect
 
 TIMEOUT_S = 0.1
 BURST = 16 * MAX_CALLS
@@ -91,7 +91,7 @@ async def burst(store: str, url: str, timeout_s: float = TIMEOUT_S) -> tuple[set
         answers = await asyncio.gather(*(call() for _ in range(BURST)), return_exceptions=True)
         return {type(answer) for answer in answers}, time.monotonic() - begun_s
     finally:
-        await redis.aclose()
+        await close(redis)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -122,7 +122,7 @@ async def test_what_one_store_found_out_costs_the_others_nothing(
     redis = connect(silent, TIMEOUT_S)
     settings = Settings(redis=RedisSettings(timeout_s=TIMEOUT_S), server=ServerSettings(data_dir=tmp_path))
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(redis.aclose)
+        stack.push_async_callback(close, redis)
         gateway = app.Gateway(settings, redis, None)
         close_with(stack, gateway)
         assert await gateway.index.find("m", bytes(16), ["one"]) == {}

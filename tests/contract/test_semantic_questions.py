@@ -21,9 +21,10 @@ from gateway.responses.entry_stores import MemoryEntries, RedisEntries, Removal
 from gateway.responses.semantic.questions import AnsweredQuestion, RedisQuestions, digest_of
 from gateway.responses.semantic.spaces import APPLIED_AT_A_TIME, Background, Spaces
 from gateway.responses.stored_answers import StoredAnswers
-from gateway.storage.redis_calls import RedisCalls, connect
+from gateway.storage.redis_calls import RedisCalls, close, connect
 from gateway.types import Reuse
 from tests.fakes.meanings import Kitchen, Meanings
+from tests.fakes.redis_fleet import keys_of
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.tuned import tuned
 from tests.fakes.waiting import until
@@ -229,7 +230,7 @@ async def test_models_that_nobody_answers_leave_nothing_in_redis(redis: Redis, g
         for _ in range(2):
             await one.ask("Anything?", model=f"made-up-{number}", reuse=Reuse(write=False))
     await until(lambda: not one.semantic._background._tasks)
-    assert await redis.keys("*made-up*") == []
+    assert await keys_of(redis, "*made-up*") == []
 
 
 async def test_what_is_no_question_is_passed_over(redis: Redis, gateway: Callable[..., Kitchen]) -> None:
@@ -264,4 +265,4 @@ async def test_a_redis_that_is_down_leaves_each_gateway_its_own(
             await until(lambda: one.semantic.stats()["events"]["redis_failures"] > 0)
         assert "Redis is unreachable" in caplog.text
         await one.semantic.close()
-        await client.aclose()
+        await close(client)

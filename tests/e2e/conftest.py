@@ -3,11 +3,12 @@ before; whoever needs an empty cache, other settings or an engine to kill starts
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from tests.e2e.differences import DIFFERENT
+from tests.fakes import vllm_fleet
 from tests.fakes.server import Server
 
 TENANTS = """
@@ -32,25 +33,64 @@ tenants = ["north"]
 """
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that does not hold for servers of others is skipped with them, and says why."""
+    for item in items:
+        if isinstance(item, pytest.Function) and "[vllm" in item.name and item.originalname in DIFFERENT:
+            item.add_marker(pytest.mark.skip(reason=f"with replicas: {DIFFERENT[item.originalname]}"))
+
+
+@pytest.fixture(scope="session", params=["bundled", pytest.param("vllm", marks=vllm_fleet.MARKS)])
+def replicas(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[vllm_fleet.Replicas | None]:
+    """What these servers have as engines: each test runs with the bundled one (None), and with two vLLM."""
+    if request.param == "bundled":
+        yield None
+    else:
+        with vllm_fleet.replicas(tmp_path_factory.mktemp("vllm")) as running:
+            yield running
+
+
+def one_of(servers: Sequence[Server], request: pytest.FixtureRequest) -> Server:
+    """Modules take turns."""
+    return servers[sum(request.module.__name__.encode()) % len(servers)]
+
+
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One `kvasir serve` with the demo model for all modules."""
-    data_dir: Path = tmp_path_factory.mktemp("serve")
-    with Server(data_dir, "--kv-cache-bytes", str(64 << 20), "--dtype", "float32") as running:
+def _servers(
+    tmp_path_factory: pytest.TempPathFactory, replicas: vllm_fleet.Replicas | None
+) -> Iterator[tuple[Server, ...]]:
+    with vllm_fleet.serving(
+        tmp_path_factory.mktemp("serve"), replicas, engine=(*vllm_fleet.DEMO, str(64 << 20))
+    ) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def server(_servers: tuple[Server, ...], request: pytest.FixtureRequest) -> Server:
+    """One for all modules."""
+    return one_of(_servers, request)
 
 
 @pytest.fixture(scope="session")
 def no_room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One whose engine has no room to keep a prefix on a promise."""
-    flags = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32", "--engine-lease-share", "0.0001")
+    flags = (*vllm_fleet.DEMO, str(32 << 20), "--engine-lease-share", "0.0001")
     with Server(tmp_path_factory.mktemp("no_room"), *flags) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One with tenants and two namespaces."""
-    flags = ("--kv-cache-bytes", str(64 << 20), "--dtype", "float32")
-    with Server(tmp_path_factory.mktemp("tenants"), *flags, config=TENANTS) as running:
+def _tenants(
+    tmp_path_factory: pytest.TempPathFactory, replicas: vllm_fleet.Replicas | None
+) -> Iterator[tuple[Server, ...]]:
+    folder = tmp_path_factory.mktemp("tenants")
+    with vllm_fleet.serving(folder, replicas, engine=(*vllm_fleet.DEMO, str(64 << 20)), config=TENANTS) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def tenants(_tenants: tuple[Server, ...], request: pytest.FixtureRequest) -> Server:
+    """One with tenants and two namespaces."""
+    return one_of(_tenants, request)

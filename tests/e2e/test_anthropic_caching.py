@@ -12,6 +12,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from tests.fakes import vllm_fleet
 from tests.fakes.server import Server
 
 BOOK = " ".join(f"Rule {number}: a passenger of class {number % 3} may take {number % 5} bags." for number in range(40))
@@ -25,11 +26,13 @@ TOOL: Any = {
 
 
 @pytest.fixture(scope="module")
-def caching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def caching(tmp_path_factory: pytest.TempPathFactory, replicas: vllm_fleet.Replicas | None) -> Iterator[Server]:
     """A server on which a model has a least length."""
-    flags = ("--kv-cache-bytes", str(64 << 20), "--dtype", "float32", "--anthropic-min-cache-tokens", "64")
-    with Server(tmp_path_factory.mktemp("caching"), *flags) as running:
-        yield running
+    flags = ("--anthropic-min-cache-tokens", "64")
+    with vllm_fleet.serving(
+        tmp_path_factory.mktemp("caching"), replicas, *flags, engine=(*vllm_fleet.DEMO, str(64 << 20))
+    ) as running:
+        yield running[0]
 
 
 def text(said: str, **fields: Any) -> Any:

@@ -12,6 +12,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -185,40 +186,55 @@ async def test_wrong_methods_and_unknown_paths_say_what_would_be_right(server: S
             assert (await answer.json())["error"]["code"] == "unknown_url"
 
 
+def question(number: int) -> dict[str, Any]:
+    """A request whose answer is long, and the same each time."""
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": f"{number} {QUESTION * 20}"}],
+        "max_tokens": 300,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+
+
 @pytest.mark.slow
-async def test_an_engine_killed_mid_stream_ends_streams_with_an_error_and_comes_back(tmp_path: Path) -> None:
-    with Server(tmp_path, "--engines", "2", "--threads", "1", "--kv-cache-bytes", str(32 << 20)) as server:
+async def test_an_engine_killed_mid_stream_is_not_noticed_and_comes_back(tmp_path: Path) -> None:
+    flags = ("--engines", "2", "--threads", "1", "--kv-cache-bytes", str(32 << 20), "--dtype", "float32")
+    with Server(tmp_path, *flags) as server:
         async with server.async_client() as client:
-            streams = [
-                await client.chat.completions.create(
-                    model="demo",
-                    messages=[{"role": "user", "content": f"{number} {QUESTION * 20}"}],
-                    max_tokens=700,
-                    stream=True,
-                    extra_body={"top_k": 40},
-                    logit_bias={"0": -100, "1": -100, "2": -100},
+            direct = await asyncio.gather(*(client.chat.completions.create(**question(n)) for n in range(6)))
+            begun = [
+                await client.chat.completions.with_raw_response.create(
+                    **question(number), stream=True, stream_options={"include_usage": True}
                 )
                 for number in range(6)
             ]
+            assert len({raw.headers["x-kvasir-engine"] for raw in begun}) == 2, "both engines have streams"
+            assert all(
+                raw.headers["x-kvasir-predicted-tokens"] == raw.headers["x-kvasir-cached-tokens"] for raw in begun
+            )
+            streams = [raw.parse() for raw in begun]
             first = [await anext(stream) for stream in streams]
             assert all(chunk.choices[0].delta.role == "assistant" for chunk in first)
-            victim = server.children("gateway.cli")[0]
-            os.kill(victim, signal.SIGKILL)
+            os.kill(server.children("gateway.cli")[0], signal.SIGKILL)
 
-            async def rest(stream: openai.AsyncStream[openai.types.chat.ChatCompletionChunk]) -> str:
-                end = "cut off"
-                try:
-                    async for chunk in stream:
-                        end = "ok" if chunk.choices and chunk.choices[0].finish_reason else end
-                except openai.APIError as error:
-                    end = "lost its engine" if "engine" in error.message.lower() else error.message
-                await stream.close()
-                return end
+            async def rest(stream: openai.AsyncStream[Any]) -> tuple[str, str, Any]:
+                text, end, usage = "", "cut off", None
+                async for chunk in stream:
+                    usage = chunk.usage or usage
+                    for choice in chunk.choices:
+                        text, end = text + (choice.delta.content or ""), choice.finish_reason or end
+                return text, end, usage
 
-            ends = Counter(await asyncio.gather(*(rest(stream) for stream in streams)))
-            assert set(ends) == {"ok", "lost its engine"}, (
-                "each stream ends properly, and only those of the dead engine fail"
-            )
+            ends = await asyncio.gather(*map(rest, streams))
+            for number, (answer, (text, end, usage), raw) in enumerate(zip(direct, ends, begun, strict=True)):
+                assert end == answer.choices[0].finish_reason == "length"
+                assert text == answer.choices[0].message.content, f"question {number}"
+                assert (usage.prompt_tokens, usage.completion_tokens) == (answer.usage.prompt_tokens, 300)
+                assert usage.prompt_tokens_details.cached_tokens == int(raw.headers["x-kvasir-cached-tokens"])
+            retries = re.search(r'^kvasir_retries_total{model="demo"} (\S+)$', server.get("/metrics"), re.MULTILINE)
+            assert retries, "nothing was killed in the middle of an answer"
+            assert any("tokens of the answer; request" in line for line in server.lines)
             # New requests go to the other engine at once, and to both when the first is back.
             assert await chat(client, "and now?") == "ok"
             await asyncio.to_thread(
@@ -229,6 +245,25 @@ async def test_an_engine_killed_mid_stream_ends_streams_with_an_error_and_comes_
             )
             assert await chat(client, "and then?") == "ok"
         await wait_settled(server)
+
+
+@pytest.mark.slow
+async def test_an_answer_with_a_grammar_ends_with_an_error_when_its_engine_is_killed(tmp_path: Path) -> None:
+    with Server(tmp_path, "--engines", "2", "--threads", "1", "--kv-cache-bytes", str(32 << 20)) as server:
+        async with server.async_client() as client:
+            stream = await client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": QUESTION}],
+                max_tokens=700,
+                stream=True,
+                extra_body={"guided_regex": "[a-z ]{4000}"},
+            )
+            await anext(stream)
+            for engine in server.children("gateway.cli"):
+                os.kill(engine, signal.SIGKILL)
+            with pytest.raises(openai.APIError, match=r"(?i)engine"):
+                async for _ in stream:
+                    pass
 
 
 async def streamed(client: openai.AsyncOpenAI, text: str) -> str:

@@ -92,14 +92,14 @@ async def test_the_asynchronous_half_does_the_same(server: Server, sdk: genai.Cl
     assert whole.text == same.text == "".join(pieces)
 
 
-def test_a_chat_that_streams_reuses_its_turns(sdk: genai.Client) -> None:
+def test_a_chat_that_streams_reuses_its_turns(server: Server, sdk: genai.Client) -> None:
     chat = sdk.chats.create(model="demo", config=config())
     first = list(chat.send_message_stream("When does the train to the north leave?"))[-1]
     second = chat.send_message("And the next one?")
     assert first.usage_metadata is not None
     assert second.usage_metadata is not None
     reused = second.usage_metadata.cached_content_token_count or 0
-    assert reused >= (first.usage_metadata.prompt_token_count or 0) - 16
+    assert reused > (first.usage_metadata.prompt_token_count or 0) - 1 - server.block_tokens
 
 
 def test_an_answer_under_a_schema_is_of_its_kind(sdk: genai.Client) -> None:
@@ -119,10 +119,12 @@ def test_an_answer_under_a_schema_is_of_its_kind(sdk: genai.Client) -> None:
     assert answer.text in kinds["enum"]
 
 
-def test_a_schema_that_cannot_be_carried_out_is_refused_with_its_path(sdk: genai.Client) -> None:
+def test_a_schema_that_cannot_be_carried_out_is_refused_with_its_path(server: Server, sdk: genai.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"not": {}}}}
     options = config(response_mime_type="application/json", response_json_schema=schema)
-    with pytest.raises(errors.ClientError, match="properties") as refused:
+    with pytest.raises(
+        errors.ClientError, match="responseJsonSchema" if server.has_replicas else "properties"
+    ) as refused:
         sdk.models.generate_content(model="demo", contents="a", config=options)
     assert (refused.value.code, refused.value.status) == (400, "INVALID_ARGUMENT")
 
@@ -185,7 +187,7 @@ def test_the_sdk_calls_the_function_itself_and_sends_what_it_returned(sdk: genai
     assert (answer.usage_metadata.cached_content_token_count or 0) > 0
 
 
-def test_functions_can_be_kept(sdk: genai.Client) -> None:
+def test_functions_can_be_kept(server: Server, sdk: genai.Client) -> None:
     options = forced()
     declared = types.FunctionDeclaration.from_callable(client=sdk._api_client, callable=weather)
     tools = [types.Tool(function_declarations=[declared])]
@@ -193,7 +195,7 @@ def test_functions_can_be_kept(sdk: genai.Client) -> None:
     asked = types.GenerateContentConfig(cached_content=content.name, max_output_tokens=200, temperature=0)
     answer = sdk.models.generate_content(model="demo", contents="Rain?", config=asked)
     assert [call.name for call in answer.function_calls or []][:1] == ["weather"]
-    assert read_tokens(answer) >= total(content)
+    assert read_tokens(answer) >= least(server, content)
 
 
 def test_models_are_listed_in_this_shape(server: Server, sdk: genai.Client) -> None:
@@ -221,6 +223,11 @@ def total(content: types.CachedContent) -> int:
 def ask_kept(sdk: genai.Client, name: str | None, question: str = "Well?") -> types.GenerateContentResponse:
     options = types.GenerateContentConfig(cached_content=name, max_output_tokens=8, temperature=0)
     return sdk.models.generate_content(model="demo", contents=question, config=options)
+
+
+def least(server: Server, content: types.CachedContent) -> int:
+    """What a use reads of it: all; of others' servers, whole blocks."""
+    return total(content) // server.block_tokens * server.block_tokens if server.has_replicas else total(content)
 
 
 def read_tokens(answer: types.GenerateContentResponse) -> int:
@@ -252,13 +259,13 @@ def test_what_is_kept_is_read_from_the_first_use_on(server: Server, sdk: genai.C
     assert counted["cachedContentTokenCount"] == total(content)
 
 
-def test_what_is_kept_streams_and_is_changed_listed_and_deleted(sdk: genai.Client) -> None:
+def test_what_is_kept_streams_and_is_changed_listed_and_deleted(server: Server, sdk: genai.Client) -> None:
     content = kept(sdk, "Life.", display_name="Life")
     whole = ask_kept(sdk, content.name)
     options = types.GenerateContentConfig(cached_content=content.name, max_output_tokens=8, temperature=0)
     chunks = list(sdk.models.generate_content_stream(model="demo", contents="Well?", config=options))
     assert "".join(chunk.text or "" for chunk in chunks) == whole.text
-    assert read_tokens(chunks[-1]) >= total(content)
+    assert read_tokens(chunks[-1]) >= least(server, content)
     assert content.name in {one.name for one in sdk.caches.list()}
     later = sdk.caches.update(name=content.name or "", config=types.UpdateCachedContentConfig(ttl="1200s"))
     assert later.expire_time is not None

@@ -52,7 +52,7 @@ def test_a_next_turn_reuses_the_turns_before_it(server: Server) -> None:
     assert first.usage is not None
     said = first.choices[0].message.content or ""
     second = ask(server, "When does the train leave?", said, "And the next one?")
-    assert cached(second) >= first.usage.prompt_tokens - 16
+    assert cached(second) > first.usage.prompt_tokens - 1 - server.block_tokens
 
 
 def test_headers_tell_the_request_its_engine_and_what_was_reused(server: Server) -> None:
@@ -60,7 +60,7 @@ def test_headers_tell_the_request_its_engine_and_what_was_reused(server: Server)
         model="demo", messages=[{"role": "user", "content": "Hello."}], max_tokens=2
     )
     assert re.fullmatch(r"[\w-]{8,}", raw.headers["x-request-id"])
-    assert raw.headers["x-kvasir-engine"] == "engine-0"
+    assert raw.headers["x-kvasir-engine"] in ("engine-0", "engine-1")
     assert int(raw.headers["x-kvasir-cached-tokens"]) == 0
     assert 0 <= float(raw.headers["x-kvasir-overhead-ms"]) < 30_000
 
@@ -295,10 +295,9 @@ def test_blocks_add_up_and_nothing_is_live_when_idle(server: Server) -> None:
 
 
 def idle(server: Server) -> bool:
-    (engine,) = server.get("/admin/stats")["engines"]
-    blocks = engine["blocks"]
-    assert blocks["free"] + blocks["cached"] + blocks["live"] == blocks["total"]
-    return bool(blocks["live"] == 0)
+    every = [engine["blocks"] for engine in server.get("/admin/stats")["engines"]]
+    assert all(blocks["free"] + blocks["cached"] + blocks["live"] == blocks["total"] for blocks in every)
+    return not any(blocks["live"] for blocks in every)
 
 
 def test_health_metrics_and_the_front_page_answer(server: Server) -> None:
@@ -363,6 +362,7 @@ def test_a_schema_that_cannot_be_carried_out_is_a_400_with_its_path(server: Serv
     schema = {"type": "object", "properties": {"a": {"not": {"type": "integer"}}}}
     with pytest.raises(openai.BadRequestError) as refused:
         ask(server, "Hello.", stream=stream, response_format=schema_format(schema, strict=False))
-    assert refused.value.param == "response_format.json_schema.schema.properties.a.not"
+    path = "response_format.json_schema.schema"
+    assert refused.value.param == (path if server.has_replicas else f"{path}.properties.a.not")
     assert refused.value.code == "invalid_grammar"
-    assert "'not'" in refused.value.message
+    assert re.search("['\"]not['\"]", refused.value.message)

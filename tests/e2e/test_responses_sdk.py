@@ -166,9 +166,7 @@ def test_a_response_in_the_background_is_polled_or_cancelled(server: Server) -> 
     client = server.client()
     begun = ask(server, "Tell me a story.", background=True)
     assert begun.status == "in_progress"
-    long = ask(
-        server, "Tell me everything.", background=True, max_output_tokens=10_000, extra_body={"ignore_eos": True}
-    )
+    long = ask(server, "Tell me everything.", background=True, max_output_tokens=1_500, extra_body={"ignore_eos": True})
     assert client.responses.cancel(long.id).status == "cancelled"
     server.wait_until(lambda: client.responses.retrieve(begun.id).status != "in_progress", "the response has ended")
     done = client.responses.retrieve(begun.id)
@@ -177,12 +175,16 @@ def test_a_response_in_the_background_is_polled_or_cancelled(server: Server) -> 
 
 
 def test_what_cannot_be_done_is_refused(server: Server) -> None:
+    inside = "" if server.has_replicas else ".not"  # a vLLM does not say where in the schema
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_output_tokens": 15}, "max_output_tokens"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"background": True, "store": False}, "background"),
         ({"prompt_cache_options": {"ttl": "31m"}}, "prompt_cache_options.ttl"),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema.not"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}},
+            f"text.format.schema{inside}",
+        ),
     ]
     for fields, param in wrong:
         with pytest.raises(openai.BadRequestError) as refused:

@@ -128,7 +128,8 @@ def test_a_schema_that_cannot_be_carried_out_is_refused_with_the_path_in_the_too
     tools = [*TOOLS, {"type": "function", "function": {"name": "bad", "parameters": bad}}]
     with pytest.raises(openai.BadRequestError) as caught:
         ask(server, tools=tools, tool_choice="required", stream=streamed)
-    assert caught.value.param == "tools[2].function.parameters.properties.a.not"
+    path = "tools[2].function.parameters.properties.a.not"
+    assert caught.value.param == ("tools" if server.has_replicas else path)
     assert caught.value.code == "invalid_grammar"
     assert ask(server, tools=tools, max_tokens=2).choices  # nothing is compiled where the model may choose
 

@@ -22,6 +22,7 @@ from aiohttp import WSMsgType, web
 
 from engine.protocol import (
     HEALTH_PATH,
+    MIN_TAIL_TOKENS,
     PURGE_PATH,
     SECRET_HEADER,
     STATS_PATH,
@@ -106,6 +107,7 @@ class FakeEngine:
         self.hello = hello or make_hello(tokenizer=self.behaviour.tokenizer.fingerprint())
         self.load = Load(free_blocks=self.hello.num_blocks)
         self.submits: list[Submit] = []
+        self.by_gateway: set[int] = set()  # connections that submitted anything
         self.aborts: list[int] = []
         self.held: dict[bytes, None] = {}
         self.leased: dict[str, set[bytes]] = {}  # salt -> prompts up to their breakpoints
@@ -255,6 +257,7 @@ class FakeEngine:
         message = decode(data)
         if isinstance(message, Submit):
             self.submits.append(message)
+            self.by_gateway.add(id(connection.socket))
             most = message.sampling.max_tokens
             left = min(self.behaviour.tokens or most, most)
             due_s = time.monotonic() + self.behaviour.first_token_s
@@ -340,7 +343,7 @@ class FakeEngine:
             held += 1
         tokens = len(array("I", submit.tokens))
         block_size = self.hello.namespace.block_size
-        return min(held * block_size, max(0, tokens - 1) // block_size * block_size)
+        return min(held * block_size, max(0, tokens - MIN_TAIL_TOKENS) // block_size * block_size)
 
 
 def _logprobs(tokens: list[int], top: int | None) -> list[TokenLogprobs] | None:

@@ -38,6 +38,7 @@ from gateway.config import (
     PriceSettings,
     PromptSettings,
     QueueSettings,
+    ReplicaSettings,
     ResponseCacheSettings,
     ServerSettings,
     Settings,
@@ -45,6 +46,7 @@ from gateway.config import (
     TenantSettings,
     UpstreamSettings,
 )
+from gateway.errors import BadRequestError
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.ledger.books import MemoryBook
@@ -55,6 +57,7 @@ from gateway.limits.limits import TenantLimits
 from gateway.queues.batch.store import BatchStore, open_stores
 from gateway.queues.batch.worker import Worker
 from gateway.queues.slots import SlotQueue
+from gateway.replicas.fleet import Fleet
 from gateway.responses.base import Audited
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entries import Answers
@@ -180,9 +183,19 @@ class Options:
     waits: QueueSettings = field(default_factory=QueueSettings)  # for a slot at one of those
     response_store: ByteStore | None = None  # of stored responses; None is memory
     response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))
+    fleet: Fleet | None = None  # None is one without servers
     files: FileSettings = field(
         default_factory=FileSettings
     )  # without a folder, in one that is deleted with the server
+
+
+def no_fleet() -> Fleet:
+    """One that nothing can be added to."""
+
+    def refuse(settings: ReplicaSettings) -> Any:
+        raise BadRequestError("There is no extra `fleet` here.")
+
+    return Fleet([], refuse, lambda _: None, lambda _: asyncio.sleep(0), None)
 
 
 async def _nothing_to_fetch() -> None:
@@ -230,6 +243,7 @@ def make_app(
         limits=limits,
         answers=given.answers,
         engines=lambda: given.engines,
+        fleet=given.fleet or no_fleet(),
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],

@@ -32,6 +32,8 @@ class Server:
 
     def __init__(self, data_dir: Path, *flags: str, command: str = "serve", config: str | None = None) -> None:
         self.lines: list[str] = []
+        self.block_tokens = 16  # of its engines' caches
+        self.has_replicas = False
         self.ready_line = r"on (http://\S+)"  # what it prints when it is up; an engine alone prints something else
         self._clients: dict[str, openai.OpenAI | anthropic.Anthropic] = {}
         self._changed = threading.Condition()

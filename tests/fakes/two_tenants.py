@@ -61,6 +61,12 @@ class WorkingEngine:
     def name(self) -> str:
         return self.hello.incarnation
 
+    def reused(self, held_tokens: int, prompt_tokens: int) -> int:
+        return held_tokens
+
+    async def render(self, prompt: EncodedPrompt, request: Request) -> EncodedPrompt:
+        return prompt
+
     async def generate(
         self, prompt: EncodedPrompt, sampling: Sampling, request: Request
     ) -> AsyncGenerator[SequenceUpdate, None]:

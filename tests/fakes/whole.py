@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from gateway.api.routes import RUNNER, app_runner
 from gateway.app import Gateway
 from gateway.config import LeaseSettings, ServerSettings, Settings
 from gateway.queues.batch.worker import Worker
-from gateway.storage.redis_calls import connect
+from gateway.storage.redis_calls import close, connect
 from tests.fakes import tokenisers
 from tests.fakes.fake_engine import FakeEngine, make_hello
 
@@ -50,18 +50,24 @@ class Whole:
 
 @asynccontextmanager
 async def whole(
-    engines: int = 1, files: TokenizerFiles | None = None, redis_url: str | None = None, **behaviour: Any
+    engines: int = 1,
+    files: TokenizerFiles | None = None,
+    redis_url: str | None = None,
+    sections: Mapping[str, Any] | None = None,
+    redis_timeout_s: float = LIMIT_S,
+    **behaviour: Any,
 ) -> AsyncIterator[Whole]:
-    """`files` is the tokeniser of the engines' model, `behaviour` that of every engine. With a Redis the batch lane
-    runs."""
+    """`files` is the tokeniser of the engines' model, `behaviour` that of every engine, `sections` are of the settings.
+    With a Redis the batch lane runs."""
     files = files or tokenisers.qwen()
     hello = tokenisers.hello(files)
     folder = tempfile.TemporaryDirectory(prefix="kvasir-whole-")
     settings = Settings(
         server=ServerSettings(data_dir=Path(folder.name)),
         leases=LeaseSettings(ttls=("5m", "1h")),
+        **(sections or {}),
     )
-    redis = None if redis_url is None else connect(redis_url, LIMIT_S)
+    redis = None if redis_url is None else connect(redis_url, redis_timeout_s)
     gateway = Gateway(settings, redis, redis_url)
     fakes = [
         FakeEngine(
@@ -100,7 +106,7 @@ async def whole(
             await gateway.files.close()
             for connection in (redis, gateway.batch_redis):
                 if connection is not None:
-                    await connection.aclose()
+                    await close(connection)
             for fake in fakes:
                 await fake.die()
         folder.cleanup()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
@@ -15,12 +16,13 @@ import pytest
 
 from engine.config import ConfigError, load
 from engine.protocol import TOKEN_BYTES
-from gateway.app import Gateway, upstream_keys
+from gateway.app import Gateway, replica_keys, upstream_keys
 from gateway.config import LeaseSettings, LimitSettings, Settings, TenantSettings
 from gateway.errors import RateLimitError
 from gateway.serving import _introduce, close_with
 from gateway.storage.redis_calls import connect
 from gateway.types import ANONYMOUS, Event, Finished, Need, Request, Scope, Started, TextDelta, Usage
+from gateway.workers import part_of
 from tests.fakes import tokenisers
 from tests.fakes.meanings import MODEL, chat
 from tests.fakes.waiting import until
@@ -194,11 +196,28 @@ def test_keys_of_upstreams_come_from_the_environment_and_have_to_be_there() -> N
     assert upstream_keys(Settings.model_validate({"upstreams": [upstream]}), {}) == {}
 
 
+def test_keys_of_replicas_come_from_the_file_or_the_environment() -> None:
+    replica = {"kind": "vllm", "url": "http://a.test"}
+    tables = [{**replica, "name": "a", "api_key_env": "A_KEY"}, {**replica, "name": "b", "key": "sk-b"}]
+    settings = Settings.model_validate({"replicas": [*tables, {**replica, "name": "c"}]})
+    assert replica_keys(settings, {"A_KEY": "sk-a"}) == {"a": "sk-a", "b": "sk-b"}
+    with pytest.raises(ConfigError, match="replicas: api_key_env of 'a': A_KEY is not set"):
+        replica_keys(settings, {})
+
+
 def test_the_example_of_upstreams_is_one_that_works() -> None:
     file = Path(__file__).parent.parent.parent / "deploy/examples/upstreams.toml"
     settings = load(Settings, file=file, environ={}, flags={})
     environ = {f"{name}_API_KEY": "sk" for name in ("OPENAI", "ANTHROPIC", "GEMINI")}
     assert set(upstream_keys(settings, environ)) == {"openai", "anthropic", "gemini"}
+
+
+def test_the_example_of_a_fleet_is_one_that_works() -> None:
+    file = Path(__file__).parent.parent.parent / "deploy/examples/fleet.toml"
+    settings = load(Settings, file=file, environ={}, flags={})
+    assert set(replica_keys(settings, {"REPLICA_API_KEY": "sk"})) == {"gpu-1", "gpu-2"}
+    assert {one.served.served for one in settings.replicas if one.served} == {"qwen"}
+    assert part_of(settings, 0).replicas == settings.replicas
 
 
 async def test_gateways_on_one_redis_share_the_limits_of_tenants(redis_url: str) -> None:
@@ -345,3 +364,39 @@ async def test_what_is_said_at_the_start_names_a_key_that_opens_the_server(tenan
         told: list[str] = []
         _introduce(gateway, 1, False, told.append)
     assert ('api_key="any"' in told[0], "north-key-1" in told[0]) == (not tenants, False)
+
+
+async def test_every_answer_says_what_was_predicted_beside_what_was_reused() -> None:
+    async with whole(engines=2) as all_of_it:
+        said = []
+        for text in (BOOK, BOOK, BOOK + " And then?"):
+            _, headers = await all_of_it.ask({"role": "user", "content": text})
+            said.append((headers["x-kvasir-predicted-tokens"], headers["x-kvasir-cached-tokens"]))
+            memory, engines = all_of_it.gateway.memory, all_of_it.engines
+            await until(lambda: all(memory.blocks(one.hello.incarnation) == len(one.held) for one in engines))  # noqa: B023
+        assert all(predicted == cached for predicted, cached in said)
+        assert said[0] == ("0", "0")
+        assert int(said[2][0]) > 100
+        statuses = [one.receipts for one in all_of_it.gateway._engine_statuses()]
+        assert sum(one.get("receipts", 0) for one in statuses) == sum(one.get("exact", 0) for one in statuses) == 3
+        async with aiohttp.ClientSession() as session, session.get(f"{all_of_it.url}/metrics") as answer:
+            text = await answer.text()
+        assert re.search(
+            r'^kvasir_engine_receipts_exact_total\{engine="[^"]+",model="demo"\} [1-3]', text, re.MULTILINE
+        )
+
+
+async def test_an_index_that_predicts_what_is_not_there_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    async with whole(redis_url=None) as all_of_it:
+        await all_of_it.ask({"role": "user", "content": BOOK})
+        (engine,) = all_of_it.engines
+        incarnation = engine.hello.incarnation
+        await until(lambda: all_of_it.gateway.memory.blocks(incarnation) == len(engine.held) > 0)
+        engine.behaviour.cached_tokens, engine.behaviour.stores_blocks = 0, False
+        for number in range(11):
+            assert all_of_it.gateway.memory.blocks(incarnation), f"after {number} requests"
+            await all_of_it.ask({"role": "user", "content": BOOK})
+        assert not all_of_it.gateway.memory.blocks(incarnation)
+        assert [line for line in caplog.messages if line.startswith("index of engine")]
+        _, headers = await all_of_it.ask({"role": "user", "content": BOOK})
+        assert headers["x-kvasir-predicted-tokens"] == "0"

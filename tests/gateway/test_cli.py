@@ -15,6 +15,7 @@ import pytest
 import engine.serving
 from engine.config import flag_name
 from gateway import cli
+from gateway.config import Settings
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +37,8 @@ def test_help_is_one_page_and_help_all_has_every_setting_with_its_unit(
         assert ended.value.code == 0
         pages.append(capsys.readouterr().out)
     short, every = pages
-    flags = set(re.findall(r"^  (--[a-z-]+)", short, re.MULTILINE)) - {"--config", "--help-all", "--until-eof"}
+    common = {"--config", "--help-all", "--until-eof", "--replica"}
+    flags = set(re.findall(r"^  (--[a-z-]+)", short, re.MULTILINE)) - common
     assert flags == {flag_name(path) for path in cli.MAIN[command]}
     assert len(flags) <= 10
     assert {flag_name(path) for path in cli._paths()} <= set(re.findall(r"^  (--[a-z-]+) ", every, re.MULTILINE))
@@ -88,6 +90,48 @@ def test_what_a_server_and_its_processes_make_is_for_this_user_alone(
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "data").rglob("*")}
     assert modes == {"deep": 0o700, "file": 0o600, "child": 0o600}
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
+
+
+def test_replicas_come_from_flags_and_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[Settings] = []
+
+    async def keep(settings: Settings, _: object) -> None:
+        found.append(settings)
+
+    monkeypatch.setitem(cli._COMMANDS, "gateway", keep)
+    file = tmp_path / "kvasir.toml"
+    file.write_text("[[replicas]]\nname = 'a'\nkind = 'sglang'\nurl = 'http://a.test'\n", encoding="utf-8")
+    flags = ["--replica", "vllm=http://[::1]:8001/v1/", "--replica", "tensorrt-llm:b.2=https://b.test/path"]
+    assert cli.main(["gateway", "--config", str(file), *flags]) == 0
+    assert [(one.name, one.kind, one.url) for one in found[0].replicas] == [
+        ("a", "sglang", "http://a.test"),
+        ("1-8001", "vllm", "http://[::1]:8001"),
+        ("b.2", "tensorrt-llm", "https://b.test/path"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        (
+            "http://a.test",
+            "--replica: write KIND=URL or KIND:NAME=URL, where KIND is one of vllm, sglang, tensorrt-llm",
+        ),
+        ("tgi=http://a.test", "--replica: write KIND=URL"),
+        (
+            "vllm=a.test:8000",
+            "replicas.0.url (command line): a replica's URL begins with http:// or https:// and a host",
+        ),
+        ("vllm:a b=http://a.test", "replicas.0.name (command line): string should match"),
+    ],
+)
+def test_a_replica_flag_that_cannot_be_read_is_one_line(
+    flag: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["gateway", "--replica", flag]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"kvasir gateway: {said}")
+    assert shown.count("\n") == 1
 
 
 def test_an_unknown_flag_is_refused() -> None:

@@ -228,3 +228,38 @@ def test_an_upstream_that_cannot_be_is_refused_without_showing_a_secret(tmp_path
     with pytest.raises(ConfigError, match=words) as caught:
         read(tmp_path, toml)
     assert "sk-secret" not in str(caught.value)
+
+
+R = "[[replicas]]\nname = 'r'\nkind = 'vllm'\nurl = 'http://vllm.test:8000/v1/'\n"
+
+
+def test_replicas_come_from_the_file_and_hide_their_key(tmp_path: Path) -> None:
+    toml = R + "key = 'sk-secret'\nmodel = 'llama = /models/llama'\nkv_events = 'tcp://[::1]:5557'"
+    (replica,) = read(tmp_path, toml).replicas
+    assert (replica.url, replica.kv_events, replica.kv_replay) == ("http://vllm.test:8000", "tcp://[::1]:5557", "auto")
+    assert replica.served == ("llama", "/models/llama")
+    assert "secret" not in repr(replica).replace("SecretStr", "")
+    assert read(tmp_path, R).replicas[0].served is None
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        (R + R, "replicas: the name 'r' is there twice"),
+        (A.replace("'a'", "'r'", 1) + R, "replicas: the name 'r' is there twice"),
+        (R.replace("'vllm'", "'tgi'"), "'vllm', 'sglang' or 'tensorrt-llm'"),
+        (R.replace("http://", "http://u:sk-secret@"), "key belongs into key or api_key_env"),
+        (R.replace("8000", "80000"), "replicas.0.url"),
+        (R + "key = 'sk-secret'\napi_key_env = 'KEY'", "both a key and api_key_env"),
+        (R + "model = 'llama-*'", "has a name of its own"),
+        (R + "kv_events = 'tcp://*:5557'", "an endpoint is `auto`, `off` or tcp://host:port"),
+        (R + "kv_replay = 'tcp://host:70000'", "replicas.0.kv_replay"),
+        (R + "kv_events = 'off'\nkv_replay = 'tcp://host:5558'", "of no use without kv_events"),
+        (R + "tokenizer = ''", "replicas.0.tokenizer"),
+        (R.replace("url", "link"), "replicas.0.link"),
+    ],
+)
+def test_a_replica_that_cannot_be_is_refused_without_showing_a_secret(tmp_path: Path, toml: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        read(tmp_path, toml)
+    assert "sk-secret" not in str(caught.value)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineSettings
-from gateway import engine_processes
+from gateway import processes as supervisor
 from gateway.config import LogSettings
-from gateway.engine_processes import BAD_SETTING_EXIT, FIRST_TRIES, EngineProcesses, EngineStartError
+from gateway.engine_processes import EngineProcesses
+from gateway.processes import BAD_SETTING_EXIT, FIRST_TRIES, Child, Children, ChildStartError
 from tests.fakes.waiting import until
 
 LIMIT_S = 30.0
@@ -23,8 +24,8 @@ UNTIL_EOF = "sys.stdin.read()\n"
 
 def processes(
     tmp_path: Path, program: str, *, count: int = 1, folder: Path | None = None, worked: bool = False
-) -> tuple[EngineProcesses, list[EngineStartError]]:
-    fatal: list[EngineStartError] = []
+) -> tuple[EngineProcesses, list[ChildStartError]]:
+    fatal: list[ChildStartError] = []
     environ = {**os.environ, "NOTES": str(tmp_path / "notes"), "KVASIR_ENGINE_BLOCK_SIZE": "64"}
     made = EngineProcesses(
         EngineSettings(secret="between-us", drain_s=5.0),
@@ -96,26 +97,26 @@ async def test_an_engine_that_dies_is_started_again(tmp_path: Path) -> None:
     async with Notes(tmp_path) as notes, made:
         first, second = await notes.lines(2)
     assert first != second
-    assert made.engines[0].restarts >= 1
+    assert made.children[0].restarts >= 1
     assert not fatal
 
 
 async def test_a_setting_that_an_engine_refuses_is_fatal_and_not_tried_again(tmp_path: Path) -> None:
     made, fatal = processes(tmp_path, APPEND.format(what="'x'") + f"sys.exit({BAD_SETTING_EXIT})")
     async with Notes(tmp_path) as notes, made:
-        watcher = made.engines[0].watcher
+        watcher = made.children[0].watcher
         assert watcher is not None
         await asyncio.wait_for(asyncio.shield(watcher), LIMIT_S)
         assert await notes.lines(1) == ["x"]
     assert len(fatal) == 1
-    assert made.engines[0].restarts == 0
+    assert made.children[0].restarts == 0
 
 
 async def test_an_engine_that_never_comes_up_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_processes, "_FIRST_RESTART_S", 0.01)
+    monkeypatch.setattr(supervisor, "FIRST_RESTART_S", 0.01)
     made, fatal = processes(tmp_path, APPEND.format(what="'x'") + "sys.exit(1)")
     async with Notes(tmp_path) as notes, made:
-        watcher = made.engines[0].watcher
+        watcher = made.children[0].watcher
         assert watcher is not None
         await asyncio.wait_for(asyncio.shield(watcher), LIMIT_S)
         assert await notes.lines(FIRST_TRIES) == ["x"] * FIRST_TRIES
@@ -126,8 +127,8 @@ async def test_an_engine_that_never_comes_up_is_given_up(tmp_path: Path, monkeyp
 async def test_an_engine_that_worked_once_is_never_given_up(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_processes, "_FIRST_RESTART_S", 0.01)
-    monkeypatch.setattr(engine_processes, "_LAST_RESTART_S", 0.02)
+    monkeypatch.setattr(supervisor, "FIRST_RESTART_S", 0.01)
+    monkeypatch.setattr(supervisor, "LAST_RESTART_S", 0.02)
     made, fatal = processes(tmp_path, APPEND.format(what="'x'") + f"sys.exit({status})", worked=True)
     async with Notes(tmp_path) as notes, made:
         assert await notes.lines(FIRST_TRIES + 2) == ["x"] * (FIRST_TRIES + 2)
@@ -143,7 +144,7 @@ async def test_another_engine_that_works_does_not_save_one_that_never_did(tmp_pa
     made, fatal = processes(tmp_path, program, count=2, worked=True)
     async with Notes(tmp_path) as notes, made:
         assert sorted(await notes.lines(2)) == ["0", "1"]
-        watcher = made.engines[1].watcher
+        watcher = made.children[1].watcher
         assert watcher is not None
         await asyncio.wait_for(asyncio.shield(watcher), LIMIT_S)
     assert [str(error).split()[0] for error in fatal] == ["engine-1"]
@@ -153,15 +154,16 @@ async def test_leaving_ends_every_engine(tmp_path: Path) -> None:
     made, _ = processes(tmp_path, APPEND.format(what="'x'") + UNTIL_EOF, count=3)
     async with Notes(tmp_path) as notes, made:
         await notes.lines(3)
-    assert all(engine.process is not None and engine.process.returncode is not None for engine in made.engines)
+        running = [child.process for child in made.children]
+    assert all(process is not None and process.returncode is not None for process in running)
 
 
 async def test_leaving_does_not_wait_for_the_next_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_processes, "_FIRST_RESTART_S", 1000.0)
-    monkeypatch.setattr(engine_processes, "_LAST_RESTART_S", 1000.0)
+    monkeypatch.setattr(supervisor, "FIRST_RESTART_S", 1000.0)
+    monkeypatch.setattr(supervisor, "LAST_RESTART_S", 1000.0)
     made, _ = processes(tmp_path, "raise SystemExit(1)")
     await made.__aenter__()
-    await until(lambda: made.engines[0].restarts == 1)
+    await until(lambda: made.children[0].restarts == 1)
     await asyncio.wait_for(made.__aexit__(None, None, None), LIMIT_S)
 
 
@@ -172,3 +174,14 @@ async def test_a_folder_too_deep_for_a_socket_is_replaced_by_a_temporary_one(tmp
     async with made:
         pass
     assert not Path(made.urls["engine-0"].removeprefix("unix:")).parent.exists()
+
+
+async def test_a_child_that_the_system_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start() -> asyncio.subprocess.Process:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(supervisor, "FIRST_RESTART_S", 0.01)
+    fatal: list[ChildStartError] = []
+    async with Children([Child("one", start, lambda: False, 1.0)], fatal.append):
+        await until(lambda: bool(fatal))
+    assert str(fatal[0]) == f"one ended {FIRST_TRIES} times in a row (status 1)"

@@ -8,10 +8,12 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine.demo import MODEL_DIR
 from gateway.config import PromptSettings
 from gateway.errors import EmbedderError, KvasirError, NativeError
 from gateway.native import no_panic
@@ -20,6 +22,7 @@ from gateway.prompt.stage import PromptStage
 from gateway.prompt.tokenizer import Link, Tokenizer
 from gateway.queues.batch.base import Counts
 from gateway.queues.batch.folder import JobFolder
+from gateway.replicas import tokenizer_files
 from gateway.responses.embedding import bert, text_model
 from gateway.responses.embedding.text_model import TextModel
 from gateway.responses.flights import Flight
@@ -141,6 +144,11 @@ def _files(patch: pytest.MonkeyPatch, folder: Path) -> Any:
     return _with(patch, text_model, "Tokenizer", lambda: text_model._tokenizer(folder / "tokenizer.json"))
 
 
+def _spelled(patch: pytest.MonkeyPatch, _: Path) -> Any:
+    patch.setattr(tokenizer_files, "Tokenizer", SimpleNamespace(from_str=lambda _: Panicking()))
+    return tokenizer_files.speller(tokenisers.qwen())(1)
+
+
 SITES: dict[tuple[str, str], Callable[[pytest.MonkeyPatch, Path], Any]] = {
     ("tokenizer.py", "_encode_slowly"): lambda *_: _broken().encode([Link("Hello", 5)]),
     ("byte_level.py", "_encode"): lambda *_: _broken(fast=True).encode([Link("Hello", 5)]),
@@ -164,6 +172,14 @@ SITES: dict[tuple[str, str], Callable[[pytest.MonkeyPatch, Path], Any]] = {
     ("text_model.py", "_around"): lambda *_: text_model._around(Panicking()),  # type: ignore[arg-type]
     ("text_model.py", "_tokenizer"): _files,
     ("bert.py", "__init__"): _bert,
+    ("tokenizer_files.py", "read_folder"): lambda patch, _: _with(
+        patch, tokenizer_files, "Tokenizer", lambda: tokenizer_files.read_folder(str(MODEL_DIR))
+    ),
+    ("tokenizer_files.py", "_complete"): lambda *_: tokenizer_files._complete(Panicking(), {}, {}),  # type: ignore[arg-type]
+    ("tokenizer_files.py", "tokenizer"): lambda patch, _: _with(
+        patch, tokenizer_files, "Tokenizer", lambda: tokenizer_files.speller(tokenisers.qwen())(1)
+    ),
+    ("tokenizer_files.py", "spell"): _spelled,
 }
 
 

@@ -79,7 +79,11 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
             "leases": {"kept": 1},
             "tiers": {"disk": {}},
         }
-        gateway.state["engines"] = [EngineStatus("engine-1", "http://x", "ready", "demo", "i", 100, 16, load, stats)]
+        gateway.state["engines"] = [
+            EngineStatus(
+                "engine-1", "http://x", "ready", "demo", "i", 100, 16, load, stats, {"exact": 3, "receipts": 4}
+            )
+        ]
         for _ in range(2):
             await gateway.post("/v1/chat/completions", ASK)
         await gateway.post("/v1/chat/completions", {})
@@ -107,8 +111,10 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "decode_tokens_per_s": 0.0,
         "evictions": 4,
         "sharing": {"prefilled_tokens": 9, "shared_tokens": 5, "shared_waits": 6, "forks": 7},
+        "receipts": {"exact": 3, "receipts": 4},
         "leases": {"kept": 1},
         "tiers": {"disk": {}},
+        "replica": None,
     }
     assert (
         stats["queues"]["online"]

@@ -16,6 +16,7 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.openapi import OWN, document, template
 from gateway.api.routes import ROUTES
 from tests.fakes.embedding import FakeTextModel, fake_embedder
+from tests.fakes.fleet import FakeGateway
 from tests.fakes.gateway import Gateway, make_app, running
 
 ROUTES_OF = make_app()[ROUTES]
@@ -97,7 +98,8 @@ async def existing(gateway: Gateway, route: Route, headers: Mapping[str, str]) -
 @pytest.mark.parametrize(("name", "route"), WITH_BODY, ids=title)
 async def test_an_example_is_answered(name: str, route: Route) -> None:
     headers = next((dialect.asking_headers for dialect in DIALECTS if dialect.name == name), {})
-    async with running(embedder=fake_embedder(FakeTextModel(max_tokens=64))) as gateway:
+    embedder = fake_embedder(FakeTextModel(max_tokens=64))
+    async with running(embedder=embedder, fleet=FakeGateway().fleet) as gateway:
         url = gateway.url + await existing(gateway, route, headers)
         body = dict(route.example or {})
         if "input_file_id" in body:

@@ -206,6 +206,17 @@ async def test_headers_of_a_stream_say_what_was_reused() -> None:
         assert headers["cache-control"] == "no-cache"
 
 
+async def test_headers_say_what_was_predicted_and_leave_out_what_is_not_known_yet() -> None:
+    for traced, cached in (({"predicted_tokens": 48}, "32"), ({"predicted_tokens": 48, "cached_late": True}, None)):
+        async with running(FakePipeline(traced=traced)) as gateway:
+            for body in (CHAT, {**CHAT, "stream": False}):
+                async with gateway.session.post(f"{gateway.url}/v1/chat/completions", json=body) as answer:
+                    assert answer.headers["x-kvasir-predicted-tokens"] == "48"
+                    assert answer.headers.get("x-kvasir-cached-tokens") == cached
+    async with running() as gateway, gateway.session.post(f"{gateway.url}/v1/chat/completions", json=CHAT) as answer:
+        assert "x-kvasir-predicted-tokens" not in answer.headers, "nothing was to be reused"
+
+
 async def test_the_role_is_sent_when_the_first_token_is_there_and_not_before() -> None:
     pipeline = FakePipeline(pieces=[], hold_before=asyncio.Event(), hold_after=asyncio.Event())
     async with running(pipeline) as gateway:

@@ -165,10 +165,7 @@ async def test_closing_ends_a_look_whose_cancellation_redis_py_drops() -> None:
     asked = asyncio.Event()
 
     class Deaf:
-        def register_script(self, script: str) -> None:
-            """It is never run."""
-
-        async def execute_command(self, name: str) -> None:
+        async def execute_command(self, *words: str) -> None:
             asked.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
@@ -178,3 +175,16 @@ async def test_closing_ends_a_look_whose_cancellation_redis_py_drops() -> None:
     index.start()
     await asyncio.wait_for(asked.wait(), 30)
     await asyncio.wait_for(index.close(), 30)
+
+
+def test_what_memory_recalls_is_its_own_and_nothing_of_an_engine_of_which_it_has_no_block() -> None:
+    memory = MemoryIndex()
+    index = PrefixIndex(memory, None, retry_s=RETRY_S)
+    assert index.recall("a", PROMPT) is None
+    memory.apply("a", BlockEvents(reset=True))
+    assert index.recall("a", PROMPT) is None
+    memory.apply("a", BlockEvents(stored=PROMPT[:48]))
+    assert index.recall("a", PROMPT[16:]) == 2
+    assert (index.recall("a", PROMPT), index.recall("a", PROMPT[:32]), index.recall("a", b"")) == (3, 2, 0)
+    memory.drop("a")
+    assert index.recall("a", PROMPT) is None

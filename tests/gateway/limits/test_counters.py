@@ -135,3 +135,14 @@ async def test_a_client_that_leaves_while_redis_is_asked_leaves_no_place_taken()
     slow.let.set()
     await until(lambda: not slow._counted(ANONYMOUS).ends_us)
     assert await admitted(limits) == 1
+
+
+async def test_closing_waits_until_a_lease_that_no_request_holds_is_given_back() -> None:
+    slow = Slow(Clock())
+    slow.let.set()
+    slow.late = True
+    limits = tenant_limits(Clock(), redis=slow, max_in_flight=1)
+    await limits.set_aside(ANONYMOUS, Need())
+    assert slow._counted(ANONYMOUS).ends_us
+    await limits.close()
+    assert not slow._counted(ANONYMOUS).ends_us

@@ -238,6 +238,19 @@ async def test_plain_text_begins_with_the_tokenisers_prefix_when_asked(loaded: L
     assert again.new_tokens == 0
 
 
+@pytest.mark.parametrize("prompt_tokens", [1, 15, 16, 17, 40])
+async def test_the_chain_of_a_prompt_goes_on_into_its_answer(qwen: Loaded, prompt_tokens: int) -> None:
+    tokens = array("I", range(100, 200)).tobytes()
+    for tenant in (ONE, TWO):
+        whole = request(TokenPrompt(tokens), tenant)
+        begun = replace(whole, prompt=TokenPrompt(tokens[: 4 * prompt_tokens]))
+        prompt = await qwen.stage.encode(begun, qwen.hello)
+        for end in (4 * prompt_tokens, 4 * 41, 4 * 63, 4 * 64, len(tokens)):
+            expected = await qwen.stage.encode(replace(whole, prompt=TokenPrompt(tokens[:end])), qwen.hello)
+            extended = qwen.stage.extend(prompt, tokens[4 * prompt_tokens : end], begun, qwen.hello)
+            assert extended == replace(expected, new_tokens=prompt.new_tokens, rendering=None)
+
+
 @pytest.mark.parametrize("thread_chars", [0, 1 << 30])
 async def test_token_ids_are_taken_as_they_are(qwen: Loaded, thread_chars: int) -> None:
     stage = await stage_for(qwen.files, thread_chars=thread_chars)

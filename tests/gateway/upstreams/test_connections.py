@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import time
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -18,7 +19,7 @@ from packaging.requirements import Requirement
 
 from gateway.config import UpstreamSettings
 from gateway.types import Tenant, UpstreamRequest
-from gateway.upstreams.connections import MAX_FRAMING_BYTES, Connections, read_some
+from gateway.upstreams.connections import MAX_FRAMING_BYTES, Connections, _Protocol, read_some
 from tests.fakes.waiting import until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -158,3 +159,47 @@ async def test_answers_leave_nothing_at_the_connection_that_they_came_over() -> 
         (protocol,) = idle(connections)
         assert len(server.writers) == 1
         assert not protocol.closed._callbacks
+
+
+class Timers:
+    """An event loop's clock and timers, turned by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> SimpleNamespace:
+        timer = (self.now_s + delay_s, call)
+        self.due.append(timer)
+        return SimpleNamespace(cancel=lambda: timer in self.due and self.due.remove(timer))
+
+    def pass_time(self, until_s: float) -> None:
+        while self.due and min(self.due)[0] <= until_s:
+            timer = min(self.due)
+            self.due.remove(timer)
+            self.now_s = timer[0]
+            timer[1]()
+        self.now_s = until_s
+
+
+def test_reads_share_a_timer_and_the_last_of_them_counts() -> None:
+    timers = Timers()
+    protocol = _Protocol(loop=cast("asyncio.AbstractEventLoop", timers))
+    protocol.read_timeout = 10.0
+    protocol.start_timeout()
+    for read_s in (3.0, 6.0, 9.0, 15.0):
+        timers.pass_time(read_s)
+        protocol.start_timeout()
+        assert len(timers.due) == 1
+    timers.pass_time(24.9)
+    assert protocol.exception() is None
+    protocol.read_timeout = 4.0  # a shorter one counts at once
+    protocol.start_timeout()
+    timers.pass_time(28.8)
+    assert protocol.exception() is None
+    timers.pass_time(29.0)
+    assert isinstance(protocol.exception(), aiohttp.SocketTimeoutError)
+    assert not timers.due
