@@ -34,6 +34,7 @@ REPLICA_COUNTERS: Final = (
 
 _SHARED: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     "uptime_s": max,
+    "engines": lambda one, other: _added_engines(one, other),
     **{f"replicas/*/{name}": max for name in ("configured", "rank", "ranks", "reason")},
     **{f"replicas/*/index/{name}": max for name in _INDEX_GAUGES},
     "replicas/*/index/trust": lambda one, other: max(one, other, key=_TRUSTS.index),
@@ -103,8 +104,6 @@ def added(one: Any, other: Any, shared: Mapping[str, Any] | None = None) -> Any:
     shared = _tree(_SHARED) if shared is None else shared
     if one is None or other is None:
         return other if one is None else one
-    if isinstance(one, EngineStatus):
-        return _worse(one, other)
     if is_dataclass(one) and not isinstance(one, type):
         return replace(one, **added(_fields(one), _fields(other), shared))
     if isinstance(one, Mapping):
@@ -171,6 +170,15 @@ class _Ledger:
 
 def _constant(value: Any) -> Callable[[], Any]:
     return lambda: value
+
+
+def _added_engines(one: Mapping[Any, EngineStatus], other: Mapping[Any, EngineStatus]) -> dict[Any, EngineStatus]:
+    """One that some worker has not heard of yet is not ready."""
+    added = {key: _worse(one[key], other[key]) for key in one if key in other}
+    for key, status in {**one, **other}.items():
+        if key not in added:
+            added[key] = replace(status, state="connecting") if status.state == "ready" else status
+    return added
 
 
 def _worse(one: EngineStatus, other: EngineStatus) -> EngineStatus:

@@ -57,8 +57,8 @@ class PrefixIndex:
 
     def recall(self, incarnation: str, digests: bytes) -> int | None:
         """Leading blocks of `digests` that one incarnation holds, as memory has it: newer than what Redis has, by what
-        is on its way there. None when memory has no block of it, and another gateway may know more."""
-        return self._memory.prefix(incarnation, digests) if self._memory.blocks(incarnation) else None
+        is on its way there. None when this gateway does not follow its events, and another one may."""
+        return self._memory.prefix(incarnation, digests) if self._memory.knows(incarnation) else None
 
     def start(self) -> None:
         """Begins to probe Redis: it comes back, and goes away, without a request."""

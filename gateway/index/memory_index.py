@@ -17,8 +17,12 @@ class MemoryIndex:
     def __init__(self) -> None:
         self._held: dict[str, set[bytes]] = {}
 
-    def apply(self, incarnation: str, events: BlockEvents) -> None:
-        """Takes `removed` out, then puts `stored` in. From now on the incarnation is known."""
+    def apply(self, incarnation: str, events: BlockEvents | None) -> None:
+        """Takes `removed` out, then puts `stored` in. From now on the incarnation is known; with None not any more,
+        because this gateway stops following its events."""
+        if events is None:
+            self.drop(incarnation)
+            return
         held = self._held.setdefault(incarnation, set())
         if events.reset:
             held.clear()
@@ -28,6 +32,10 @@ class MemoryIndex:
     def drop(self, incarnation: str) -> None:
         """Forgets an incarnation. Nothing happens when it is not known."""
         self._held.pop(incarnation, None)
+
+    def knows(self, incarnation: str) -> bool:
+        """Whether it is fed with the incarnation's events, even if that holds nothing."""
+        return incarnation in self._held
 
     def blocks(self, incarnation: str) -> int:
         """Blocks that the incarnation holds; 0 when it is not known."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
+from engine.protocol import BlockEvents
 from engine.protocol.frozen import dataclass
 from gateway.config import ReplicaKind
 
@@ -12,6 +14,9 @@ Kind = ReplicaKind
 Trust = Literal["exact", "degraded", "fallback"]
 """exact: the index holds what the server's cache holds. degraded: it holds a part, because older events are lost.
 fallback: the server publishes no events, or they cannot be followed; the index holds what this gateway sent there."""
+
+OnBlocks = Callable[[str, BlockEvents | None], None]
+"""Takes an incarnation and changes of its blocks; None: this gateway follows its events no more."""
 
 BLOCK_TOKENS: Final = 16
 """Tokens of a block of the index, whatever the server's own block size is, if one divides the other."""

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -31,7 +31,7 @@ from engine.protocol import DIGEST_BYTES, BlockEvents, Hello
 from engine.protocol.frozen import dataclass
 from engine.publish import Publisher, ResidencyTable
 from gateway import tasks
-from gateway.replicas.base import EventSource, Trust
+from gateway.replicas.base import EventSource, OnBlocks, Trust
 from gateway.replicas.events import Cleared, EventError, decode
 from gateway.replicas.history import TTL_S, History
 from gateway.replicas.lease import StreamLease, StreamState
@@ -86,7 +86,7 @@ class Follower:
         self,
         hello: Hello,
         source: EventSource | None,
-        on_blocks: Callable[[str, BlockEvents], None],
+        on_blocks: OnBlocks,
         calls: RedisCalls | None = None,
         *,
         name: str = "",
@@ -97,7 +97,8 @@ class Follower:
         """
         hello      incarnation, model, namespace (its salt is left out) and num_blocks, 0 if it is not known
         source     None: the server publishes no events
-        on_blocks  called with the incarnation and changes of this gateway's memory index
+        on_blocks  called with the incarnation and changes of this gateway's memory index, or with None when another
+                   gateway follows
         calls      None: there is no Redis
         name       of the replica, for the log
         """
@@ -273,8 +274,8 @@ class Follower:
             return
         self._content = content
         self._history.clear()
-        parts = self._table.snapshot(SNAPSHOT_BYTES) if content == "events" else [BlockEvents(reset=True)]
-        for events in parts:
+        parts: Sequence[BlockEvents | None] = [None] if content == "nothing" else [BlockEvents(reset=True)]
+        for events in self._table.snapshot(SNAPSHOT_BYTES) if content == "events" else parts:
             self._on_blocks(self._hello.incarnation, events)
 
     # -- who follows ---------------------------------------------------------------------------------------------------

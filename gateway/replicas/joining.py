@@ -27,13 +27,13 @@ from gateway import tasks
 from gateway.config import ReplicaSettings
 from gateway.digests import UNSALTED
 from gateway.errors import KvasirError, NativeError
-from gateway.replicas.base import BLOCK_TOKENS, ServerFacts
+from gateway.replicas.base import BLOCK_TOKENS, OnBlocks, ServerFacts
 from gateway.replicas.calls import ServerError
 from gateway.replicas.follower import Follower
 from gateway.replicas.load import LoadMeter
 from gateway.replicas.prefix_leases import LeaseBudget
 from gateway.replicas.rendering import Prompts, Rendering
-from gateway.replicas.replica import OnBlocks, OnLoad, Prefix, Replica
+from gateway.replicas.replica import OnLoad, Prefix, Replica
 from gateway.replicas.requests import Target, find_refusal, takes_salt
 from gateway.replicas.secret import FleetSecret
 from gateway.replicas.servers import find_facts

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from engine.protocol import BlockEvents, Hello, Lane, Load, Sampling, SequenceUpdate
+from engine.protocol import Hello, Lane, Load, Sampling, SequenceUpdate
 from engine.protocol.frozen import dataclass
 from gateway.digests import derived_salt
 from gateway.errors import DeadlineError, EngineFailedError, EngineLostError
@@ -44,7 +44,6 @@ _PURGES: Final = {"vllm": "reset_prefix_cache", "sglang": "flush_cache"}
 
 OnLoad = Callable[["Replica"], None]
 Prefix = Callable[[str, bytes], int]
-OnBlocks = Callable[[str, BlockEvents], None]
 
 
 @dataclass(slots=True)

@@ -174,9 +174,11 @@ class KvPublisher:
 class Index(set[bytes]):
     """What events leave in an index."""
 
-    def apply(self, _incarnation: str, events: BlockEvents) -> None:
-        if events.reset:
+    def apply(self, _incarnation: str, events: BlockEvents | None) -> None:
+        if events is None or events.reset:
             self.clear()
+        if events is None:
+            return
         self.difference_update(split_digests(events.removed))
         self.update(split_digests(events.stored))
 

@@ -133,6 +133,7 @@ async def test_all_workers_have_what_one_of_them_was_told_and_a_restart_keeps_it
         async with inside(server):
             kvasir = Command(server.url, monkeypatch, capsys)
             await kvasir("add", "new", "vllm", other.url)
+            await kvasir.until(file="joined", new="joined")  # at both workers
             await kvasir("drain", "file")
             await kvasir.until(file="draining", new="joined")
 

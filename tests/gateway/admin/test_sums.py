@@ -81,6 +81,10 @@ def test_an_engine_and_an_upstream_are_in_the_worst_state_that_a_worker_sees() -
     assert added(tree(engines={("e", "unix:e"): lost}), tree())["engines"] == {
         ("e", "unix:e"): replace(READY, state="connecting")
     }
+    draining = replace(READY, state="draining")
+    for total in (added(tree(), tree(engines={})), added(tree(engines={}), tree())):  # not heard of by a worker yet
+        assert total["engines"] == {("e", "unix:e"): replace(READY, state="connecting")}
+    assert added(tree(engines={}), tree(engines={("e", "unix:e"): draining}))["engines"] == {("e", "unix:e"): draining}
 
 
 def test_only_counters_are_left_of_a_worker_that_is_no_more() -> None:

@@ -177,14 +177,14 @@ async def test_closing_ends_a_look_whose_cancellation_redis_py_drops() -> None:
     await asyncio.wait_for(index.close(), 30)
 
 
-def test_what_memory_recalls_is_its_own_and_nothing_of_an_engine_of_which_it_has_no_block() -> None:
+def test_what_memory_recalls_is_its_own_and_nothing_of_an_engine_that_it_does_not_follow() -> None:
     memory = MemoryIndex()
     index = PrefixIndex(memory, None, retry_s=RETRY_S)
     assert index.recall("a", PROMPT) is None
     memory.apply("a", BlockEvents(reset=True))
-    assert index.recall("a", PROMPT) is None
+    assert index.recall("a", PROMPT) == 0
     memory.apply("a", BlockEvents(stored=PROMPT[:48]))
     assert index.recall("a", PROMPT[16:]) == 2
     assert (index.recall("a", PROMPT), index.recall("a", PROMPT[:32]), index.recall("a", b"")) == (3, 2, 0)
-    memory.drop("a")
+    memory.apply("a", None)
     assert index.recall("a", PROMPT) is None
