@@ -36,6 +36,9 @@ was lost without notice is found after 11 requests."""
 HALF_LIFE_S: Final = 600.0
 """After which a reused token counts half for what its engine's cache is worth."""
 
+WARN_S: Final = 60.0
+"""From one line in the log about an engine's index to the next."""
+
 MAX_ENGINES: Final = 1024
 """Whose receipts are kept; those of the one with the oldest receipt go first."""
 
@@ -75,6 +78,7 @@ class Receipts:
         self._figures: OrderedDict[str, Figures] = OrderedDict()  # by name of the engine
         self._incarnations: OrderedDict[str, str] = OrderedDict()  # by name
         self._windows: OrderedDict[str, _Window] = OrderedDict()  # by incarnation
+        self._warned_s: OrderedDict[str, float] = OrderedDict()  # by name
 
     def note(self, engine: str, incarnation: str, predicted: int, cached: int, predicted_s: float) -> None:
         """A request's receipt. `predicted_s`, by `clock`, is when it was predicted."""
@@ -109,16 +113,27 @@ class Receipts:
 
     def _distrust(self, engine: str, incarnation: str, figures: Figures, window: _Window) -> None:
         figures.distrusted += 1
-        log.warning(
-            "index of engine %s dropped: of %d prompts whose prefix it should hold, %.0f%% of the prefix was missing. "
-            "Its cache was cleared without notice, or its KV events are lost or wrong",
-            engine,
-            len(window.shares),
-            100 * sum(window.shares) / len(window.shares),
-        )
+        if self._clock() - _newest(self._warned_s, engine, lambda: float("-inf")) >= WARN_S:
+            self._warned_s[engine] = self._clock()
+            log.warning(
+                "index of engine %s dropped (%d times so far): of %d prompts whose prefix it should hold, %.0f%% of "
+                "the prefix was missing. %s",
+                engine,
+                figures.distrusted,
+                len(window.shares),
+                100 * sum(window.shares) / len(window.shares),
+                _SOME_REUSED if figures.cached_tokens else _NONE_REUSED,
+            )
         window.shares.clear()
         window.since_s = self._clock()
         self._on_distrust(incarnation)
+
+
+_SOME_REUSED: Final = "Its cache was cleared without notice, or its KV events are lost or wrong"
+_NONE_REUSED: Final = (
+    "It has not reported one cached token so far: its prefix caching is off, or it does not count cached tokens "
+    "(vLLM counts them with --enable-prompt-tokens-details)"
+)
 
 
 def _newest(kept: OrderedDict[str, T], name: str, make: Callable[[], T]) -> T:

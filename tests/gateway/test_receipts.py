@@ -35,7 +35,30 @@ def test_a_cache_that_was_cleared_without_notice_is_found_within_eleven_requests
     assert noted.distrusted == ["i"]
     assert noted.receipts.of("e")["distrusted"] == 1
     (line,) = caplog.messages
-    assert line.startswith("index of engine e dropped: of 100 prompts whose prefix it should hold, 11% ")
+    assert line.startswith(
+        "index of engine e dropped (1 times so far): of 100 prompts whose prefix it should hold, 11% "
+    )
+    assert "cleared without notice" in line
+
+
+def test_an_engine_that_never_reuses_anything_is_warned_of_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    noted = Noted()
+    for _ in range(60):  # a minute of 11 requests a second
+        for _ in range(11):
+            noted.note(160, 0)
+        noted.clock.now_s += 1.0
+    assert len(noted.distrusted) == noted.receipts.of("e")["distrusted"] == 60
+    for _ in range(11):
+        noted.note(160, 0)
+    first, second = caplog.messages
+    assert "(1 times so far)" in first
+    assert "(61 times so far)" in second
+    assert all("its prefix caching is off, or it does not count cached tokens" in line for line in (first, second))
+    noted.receipts.note("f", "j", 160, 16, noted.clock())
+    for _ in range(11):
+        noted.receipts.note("f", "j", 160, 0, noted.clock())
+    assert caplog.messages[-1].startswith("index of engine f dropped (1 times")  # engines have a minute each
+    assert "prefix caching is off" not in caplog.messages[-1]
 
 
 def test_an_index_of_which_a_fifth_is_stale_is_found_within_a_window() -> None:
