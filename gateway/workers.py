@@ -26,7 +26,7 @@ from engine.config import ConfigError
 from gateway import tasks
 from gateway.admin.sums import Snapshot, added, counters
 from gateway.api.descriptors import raise_limit
-from gateway.app import upstream_keys, upstream_proxies
+from gateway.app import replica_keys, upstream_keys, upstream_proxies
 from gateway.config import Settings
 from gateway.parent import Place
 from gateway.peer import Peer
@@ -77,8 +77,8 @@ async def serve_workers(
 
     if own_engines:
         settings = choose_engine(settings, environ)
-    upstream_keys(settings, environ)  # these raise here rather than in each worker
-    upstream_proxies(settings, environ)
+    for check in (upstream_keys, upstream_proxies, replica_keys):  # these raise here rather than in each worker
+        check(settings, environ)
     parts = [part_of(settings, number) for number in range(settings.server.workers)]
     async with AsyncExitStack() as stack:
         sockets = bind(settings.server.host, settings.server.port, len(parts))

@@ -374,3 +374,13 @@ def test_without_a_redis_there_is_one_line_and_an_exit_status(tmp_path: Path) ->
         server.__enter__()
     assert server.process.returncode == 2
     assert server.lines == ["kvasir gateway: server.workers: 2 workers share what they know in Redis; set redis.url"]
+
+
+def test_a_replica_whose_key_is_missing_is_one_line_and_an_exit_status(tmp_path: Path) -> None:
+    config = "[redis]\nurl = 'redis://127.0.0.1:9'\n"
+    config += "[[replicas]]\nname = 'r'\nkind = 'vllm'\nurl = 'http://127.0.0.1:9'\napi_key_env = 'NO_SUCH_KEY'\n"
+    server = Server(tmp_path, "--workers", "2", command="gateway", config=config)
+    with pytest.raises(TimeoutError, match="NO_SUCH_KEY"):
+        server.__enter__()
+    assert server.process.returncode == 2
+    assert server.lines == ["kvasir gateway: replicas: api_key_env of 'r': NO_SUCH_KEY is not set, or no key"]
