@@ -44,6 +44,7 @@ class ServerFacts:
     weight_version: str = ""  # another one after weights were updated in place
     ranks: int = 1  # data-parallel: independent caches
     sources: tuple[EventSource | None, ...] = ()  # of each rank; None: it publishes nothing
+    no_events: str = ""  # why no rank has a source, where one was looked for
     num_blocks: int = 0  # of one rank, in blocks of the server
     block_size: int = 0  # tokens of a block of the server
     max_sequences: int = 0  # that run at the same time, of one rank

@@ -108,6 +108,7 @@ class Server:
         self._hot, self._leases = hot, leases
         self._followers: list[Follower] = []
         self._told = ""  # why it is not joined, as the log says
+        self._no_events = ""  # why there are none, as the log says
         self._task: asyncio.Task[None] | None = None
         self.replicas = [self._replica(0)]
 
@@ -184,6 +185,9 @@ class Server:
         settings = self.settings
         # 1. What is it, and can it be used?
         facts = await find_facts(session, settings)
+        if facts.no_events not in ("", self._no_events):
+            log.warning("replica %s: no KV events: %s", settings.name, facts.no_events)
+        self._no_events = facts.no_events
         if (refusal := find_refusal(facts)) is not None:
             raise ServerError(f"replica {settings.name} ({settings.url}): {refusal}")
         if not takes_salt(facts) and self._needs_salt:

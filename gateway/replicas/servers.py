@@ -19,7 +19,6 @@ has them (words in quotes are fields of its API):
 
 from __future__ import annotations
 
-import logging
 import re
 import uuid
 from collections.abc import Mapping
@@ -32,8 +31,6 @@ from gateway.config import ReplicaSettings
 from gateway.replicas.base import EventSource, Kind, ServerFacts
 from gateway.replicas.calls import NAMES, Caller, mapping, number, whole
 from gateway.replicas.load import MAX_RANKS, METRICS, RANK, Samples, parse
-
-log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 60.0
@@ -94,7 +91,7 @@ async def find_facts(session: aiohttp.ClientSession, settings: ReplicaSettings) 
     state = mapping(info.get("internal_states"))
     metrics = parse(await caller.fetch(METRICS[kind], JOIN_TIMEOUT_S, optional=True), _READ)
     version = info.get("version") or mapping(await caller.ask("version", JOIN_TIMEOUT_S, optional=True)).get("version")
-    sources = await _sources(caller, settings, info, metrics)
+    sources, no_events = await _sources(caller, settings, info, metrics)
     num_blocks, block_size = _blocks(info, state, metrics)
     features = await _features(caller, kind, str(version or ""))
     probe_tokens = min(2 * block_size or 64, max(whole(card.get("max_model_len")) - 2, 1))
@@ -113,6 +110,7 @@ async def find_facts(session: aiohttp.ClientSession, settings: ReplicaSettings) 
         weight_version=str(about.get("weight_version") or ""),
         ranks=len(sources),
         sources=sources,
+        no_events=no_events,
         num_blocks=num_blocks,
         block_size=block_size,
         max_sequences=whole(state.get("effective_max_running_requests_per_dp") or _value(metrics, f"trtllm_{_BATCH}")),
@@ -182,8 +180,9 @@ def _blocks(info: Mapping[str, Any], state: Mapping[str, Any], metrics: Samples)
 
 async def _sources(
     caller: Caller, settings: ReplicaSettings, info: Mapping[str, Any], metrics: Samples
-) -> tuple[EventSource | None, ...]:
-    """Of each data-parallel rank: by /kv_event_sources of a vLLM, /server_info of a SGLang, and the settings."""
+) -> tuple[tuple[EventSource | None, ...], str]:
+    """Of each data-parallel rank: by /kv_event_sources of a vLLM, /server_info of a SGLang, and the settings. And why
+    the server names none."""
     host, described = urlsplit(settings.url).hostname or "", mapping(info.get("kv_events"))
     answer = None
     if settings.kind == "vllm":
@@ -195,11 +194,11 @@ async def _sources(
     if described:
         found = [_sglang_source(described, host, rank) for rank in range(ranks)]
     found += [None] * (ranks - len(found))
+    why = ""
     if settings.kv_events == "auto" and not any(found):
         told = answer is not None or settings.kind == "sglang"
-        why = "publishes none" if told else "does not say where"
-        log.warning("replica %s: no KV events: the server %s (kv_events sets an endpoint)", settings.name, why)
-    return tuple(_configured(settings, source, rank) for rank, source in enumerate(found))
+        why = f"the server {'publishes none' if told else 'does not say where'} (kv_events sets an endpoint)"
+    return tuple(_configured(settings, source, rank) for rank, source in enumerate(found)), why
 
 
 def _configured(settings: ReplicaSettings, source: EventSource | None, rank: int) -> EventSource | None:

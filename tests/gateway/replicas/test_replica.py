@@ -226,6 +226,22 @@ async def test_servers_that_are_none_are_one_line_each_and_others_go_on(caplog: 
         assert 'it is a SGLang: write kind = "sglang"' in lines[0]
 
 
+async def test_a_server_without_events_is_one_line_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
+    def said(why: str) -> int:
+        return caplog.messages.count(f"replica r: no KV events: the server {why} (kv_events sets an endpoint)")
+
+    async with replica_server(events_port=None) as server:
+        table = server.settings("r", tokenizer="/no/such/folder").model_dump()
+        async with whole(engines=0, sections={"replicas": [table]}) as running:
+            running.gateway.attach_replicas()
+            await until(lambda: sum(path == "/v1/completions" for path, _ in server.got) >= 3)  # three tries to join
+            assert said("publishes none") == 1
+            server.answers["/kv_event_sources"] = 404
+            await until(lambda: said("does not say where") == 1)
+            del server.answers["/kv_event_sources"]
+            await until(lambda: said("publishes none") == 2)
+
+
 async def test_an_answer_that_breaks_off_goes_on_behind_what_was_generated() -> None:
     class Broken(Streams):
         async def __call__(self, http: web.Request) -> web.StreamResponse:

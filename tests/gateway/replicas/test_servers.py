@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from typing import Any
 
@@ -84,18 +83,18 @@ async def test_settings_come_before_what_the_server_says(more: dict[str, Any], e
         assert list((await facts_of(server.settings(**more))).sources) == expected
 
 
-async def test_a_server_without_events_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
+NO_EVENTS = "the server publishes none (kv_events sets an endpoint)"
+
+
+async def test_a_server_without_events_is_said() -> None:
     async with replica_server("vllm", events_port=None) as server:
-        assert (await facts_of(server.settings())).sources == (None,)
-        for answer in ({}, 404):
+        facts = await facts_of(server.settings())
+        assert (facts.sources, facts.no_events) == ((None,), NO_EVENTS)
+        for answer, why in (({}, NO_EVENTS), (404, "the server does not say where (kv_events sets an endpoint)")):
             server.answers["/kv_event_sources"] = answer
-            assert (await facts_of(server.settings())).sources == (None,)
-    assert [record.getMessage() for record in caplog.records] == [
-        "replica r: no KV events: the server publishes none (kv_events sets an endpoint)",
-        "replica r: no KV events: the server publishes none (kv_events sets an endpoint)",
-        "replica r: no KV events: the server does not say where (kv_events sets an endpoint)",
-    ]
+            facts = await facts_of(server.settings())
+            assert (facts.sources, facts.no_events) == ((None,), why)
+        assert (await facts_of(server.settings(kv_events="off"))).no_events == ""
 
 
 @pytest.mark.parametrize(
