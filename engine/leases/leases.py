@@ -172,9 +172,9 @@ class Leases:
         Returns the lease. Less valuable ones make way for it; its state says whether there was room.
         """
         digest, tail = last_digest(salt, digests), tokens[len(digests) * self._block_bytes :]
-        lease, fingerprint = self._find_same(tenant, salt, digest, tail), take_fingerprint(tokens)
+        lease, fingerprint = self.find_same(tenant, salt, digest, tail), take_fingerprint(tokens)
         if lease is not None and lease.fingerprint != fingerprint:
-            self._drop(lease)  # its blocks are gone, and its digest now stands for these tokens
+            self.drop(lease)  # its blocks are gone, and its digest now stands for these tokens
             lease = None
         is_new = lease is None
         if lease is None:
@@ -248,7 +248,7 @@ class Leases:
             if lease.expires_s <= now:
                 continue
             there, block = self._pins.find_leaf(lease, tier)
-            same = self._find_same(lease.tenant, lease.salt, lease.digest, lease.tail)
+            same = self.find_same(lease.tenant, lease.salt, lease.digest, lease.tail)
             if not there:
                 self.counters.lost += 1
             elif same is None:
@@ -282,7 +282,7 @@ class Leases:
         """Ends the leases of all salts that begin so, before their time. Returns how many there were."""
         gone = [lease for lease in self if lease.salt.startswith(prefix)]
         for lease in gone:
-            self._drop(lease)
+            self.drop(lease)
         self._revision += bool(gone)
         return len(gone)
 
@@ -304,7 +304,7 @@ class Leases:
 
     # -- which there are ----------------------------------------------------------------------------------------------
 
-    def _find_same(self, tenant: str, salt: str, digest: bytes, tail: bytes) -> Lease | None:
+    def find_same(self, tenant: str, salt: str, digest: bytes, tail: bytes) -> Lease | None:
         """A tenant's lease of exactly this prefix, or None."""
         return self._by_digest.get(digest, {}).get((salt, tenant, tail))
 
@@ -333,7 +333,7 @@ class Leases:
                 self.counters.dropped += 1
                 lease.state = "dropped"
                 return False
-            self._drop(surplus)
+            self.drop(surplus)
         self._add(lease)
         return True
 
@@ -348,7 +348,7 @@ class Leases:
         self._size += 1
         heapq.heappush(self._ends, (lease.expires_s, lease.number, lease))
 
-    def _drop(self, lease: Lease) -> None:
+    def drop(self, lease: Lease) -> None:
         """Ends a lease before its time."""
         self.counters.dropped += 1
         self._remove(lease, "dropped")

@@ -31,7 +31,7 @@ class LeaseCounters:
     degraded: int = 0
     kept_again: int = 0  # of those that had degraded
     expired: int = 0
-    dropped: int = 0  # ended early: there were too many, another prefix took their digest, or they were purged
+    dropped: int = 0  # ended early: too many, another prefix took their digest, purged, or moved to another replica
     lost: int = 0  # their blocks turned out to hold numbers that are not finite, or could not be read
     restored: int = 0  # of an earlier run, and kept again at the start
     read_tokens: int = 0  # of the longest lease that each prompt began with

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from engine.leases.leases import Leases
 from engine.leases.pins import Lease, take_fingerprint
 from engine.pool.blocks import BlockPool
-from engine.protocol import TOKEN_BYTES, Breakpoint, Hello, SequenceUpdate, chain_digests, split_digests
+from engine.protocol import DIGEST_BYTES, TOKEN_BYTES, Breakpoint, Hello, SequenceUpdate, chain_digests, split_digests
 from engine.protocol.frozen import dataclass
 from gateway.digests import derived_salt
 from gateway.types import EncodedPrompt, Request
@@ -38,7 +38,7 @@ class LeaseBudget(NamedTuple):
 class Prefix(NamedTuple):
     """What a lease keeps and no other one goes beyond. Touched as a whole, it keeps all leases inside of it."""
 
-    digest: bytes  # of its last full block of ours that ends where one of the server ends
+    digests: bytes  # packed, up to the last full block of ours that ends where one of the server ends
     salt: str  # of the request
     tokens: bytes  # up to there, and one more: a server computes the last token of every prompt anew
 
@@ -179,8 +179,27 @@ class PrefixLeases:
         assert block is not None
         assert leaf is not None
         salt, tokens = self.pool.prefixes.up_to(leaf)
-        size = self._depth(block) * self.block_size * TOKEN_BYTES
-        return Prefix(digest, salt, tokens[:size] + (tokens[size : size + TOKEN_BYTES] or tokens[:TOKEN_BYTES]))
+        digests = self.chain(block)
+        size = len(digests) // DIGEST_BYTES * self.block_size * TOKEN_BYTES
+        return Prefix(digests, salt, tokens[:size] + (tokens[size : size + TOKEN_BYTES] or tokens[:TOKEN_BYTES]))
+
+    def chain(self, block: int) -> bytes:
+        """Packed digests of the blocks up to one."""
+        digests, here = [self.pool.prefixes.digest[block]], self.pool.prefixes.parent_of(block)
+        while here is not None:
+            digests.append(self.pool.prefixes.digest[here])
+            here = self.pool.prefixes.parent_of(here)
+        return b"".join(digest or b"" for digest in reversed(digests))
+
+    def tokens_of(self, lease: Lease) -> bytes:
+        """Of one that keeps a block."""
+        assert lease.block is not None
+        return self.pool.prefixes.up_to(lease.block)[1] + lease.tail
+
+    def drop(self, lease: Lease) -> None:
+        """Another replica keeps it."""
+        self.leases.drop(lease)
+        self._tidy()
 
     def _depth(self, block: int) -> int:
         depth, here = 0, self.pool.prefixes.parent_of(block)

@@ -199,7 +199,7 @@ class Replica:
     def drain(self, draining: bool) -> None:
         """It gets no new requests from now on, and those that run end; or it gets some again."""
         if draining != self.draining:
-            self.draining = draining
+            self.draining = self.leases.draining = draining
             if self._joined is not None:
                 self._on_load(self)
 

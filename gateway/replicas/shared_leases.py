@@ -82,6 +82,11 @@ class SharedLeases:
             _, unsent, _ = self._waiting.get(name, (b"", b"", 0.0))
             self._waiting[name] = one.head, unsent if known else own, one.end_unix_s
 
+    def drop(self, lease: Lease) -> None:
+        """Another replica keeps it."""
+        name = _name(lease.tenant, lease.salt, lease.fingerprint)
+        self._forget([name] if name in self._known else [])
+
     def purge(self, salt_prefix: str, unix_s: float) -> None:
         """All gateways end the leases of salts that begin so."""
         self._forget([name for name, one in self._known.items() if one.salt.startswith(salt_prefix)])

@@ -6,6 +6,8 @@ nor leased, counted in tokens, not by the clock. A user's request that begins wi
 evicted all the same, as KV events say, or is gone with a restart, is computed again by a touch in idle time.
 
 One touch at a time for each replica, with a time limit; one that fails is tried again later and disturbs no request.
+Leases of a replica that drains, or is lost for LOST_S, move to others with the same namespace and tokenizer, which
+compute them in the same way; what has no room there stays, and is not touched.
 With Redis, the gateway that follows the events touches (follower.py). Without events the own prompts are all that is
 counted, and every gateway touches.
 """
@@ -25,14 +27,15 @@ from typing import Any, Final, NamedTuple, Protocol
 import aiohttp
 import orjson
 
-from engine.protocol import SequenceUpdate
+from engine.leases.pins import Lease
+from engine.protocol import Hello, SequenceUpdate, split_digests
 from gateway import tasks
 from gateway.digests import derived_salt
 from gateway.replicas.base import Trust
 from gateway.replicas.calls import mapping, read_body, whole
 from gateway.replicas.prefix_leases import Claim, LeaseBudget, Prefix, PrefixLeases
 from gateway.replicas.requests import Target
-from gateway.replicas.shared_leases import SharedLease, SharedLeases
+from gateway.replicas.shared_leases import RENEW_SHARE, SharedLease, SharedLeases
 from gateway.storage.redis_calls import RedisCalls
 from gateway.types import EncodedPrompt, Request
 
@@ -51,6 +54,9 @@ SYNC_S: Final = 1.0
 RETRY_S: Final = 5.0
 TOUCH_TIMEOUT_S: Final = 60.0
 """To compute the longest prefix anew; a touch of what is there takes one step of the server."""
+
+LOST_S: Final = 30.0
+"""After which the leases of a lost replica move: a network that fails for a moment moves none."""
 
 LOWEST_PRIORITY: Final = (1 << 31) - 1
 
@@ -170,7 +176,11 @@ class LeaseKeeper:
         self._leases: PrefixLeases | None = None
         self._shared: SharedLeases | None = None
         self._plan = TouchPlan(0, 1)
+        self.draining = False  # nothing is touched, and leases move
         self._joined: Joined | None = None
+        self._hello: Hello | None = None  # of the last lifetime
+        self._left_s = math.inf
+        self._moved_s = -math.inf  # when leases were moved last, or tried to
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self._lost: dict[bytes, None] = {}  # prefixes that are not there, or may not be: to be computed in idle time
@@ -190,6 +200,7 @@ class LeaseKeeper:
             if self._calls is not None:
                 self._shared = SharedLeases(self._calls, hello.model, f"{self._name}:{hello.namespace.root().hex()}")
         self._joined, self._seen, self._priority = joined, (), True
+        self._hello, self._left_s = hello, math.inf
         self._plan.forget()
         self._lost.clear()
         self._task = tasks.spawn(self._run(joined, self._leases), name=f"leases of {self._name}")
@@ -197,6 +208,7 @@ class LeaseKeeper:
     async def leave(self) -> None:
         """Its server is gone, or not asked any more."""
         task, self._task, self._joined = self._task, None, None
+        self._left_s = min(self._left_s, self._clock())
         await tasks.cancel(task)
 
     @property
@@ -285,6 +297,67 @@ class LeaseKeeper:
         if leases.is_whole(lease) and now - used_s < RETRY_S:
             self._plan.mark(lease.digest, self._plan.pushed, self._taken(leases))
 
+    # -- other replicas ------------------------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this gateway touches and moves its leases."""
+        return self._joined is None or self._joined.follower.leads
+
+    async def hand_over(self, others: Iterable[LeaseKeeper]) -> None:
+        """Moves the leases of a replica that drains, or is lost for LOST_S, to others that have room. Does nothing for
+        any other one. Of several gateways one moves them; each forgets those that another replica keeps."""
+        leases, now = self._leases, self._clock()
+        is_leaving = self.draining or now - self._left_s >= LOST_S
+        if leases is None or not is_leaving or now - self._moved_s < RETRY_S:
+            return
+        self._moved_s = now
+        if self._joined is None:
+            await self._sync()
+            leases.leases.expire(now)
+        targets = [one for one in others if one.may_take(self)]
+        for lease in sorted(leases.leases, key=lambda one: -one.tokens) if targets else ():
+            await asyncio.sleep(0)  # a long prefix takes milliseconds
+            if lease.block is None:
+                continue
+            if any(one.keeps(lease) for one in targets) or (self.leads and _move(leases, lease, targets)):
+                leases.drop(lease)
+                if self._shared is not None:
+                    self._shared.drop(lease)
+
+    def may_take(self, other: LeaseKeeper) -> bool:
+        """Whether leases of another replica can be kept here."""
+        own, its = self._hello, other._hello
+        if self._joined is None or self.draining or own is None or its is None:
+            return False
+        same = (own.model, own.namespace, own.tokenizer) == (its.model, its.namespace, its.tokenizer)
+        return same and own.context_tokens >= its.context_tokens
+
+    def keeps(self, lease: Lease) -> bool:
+        """Whether it keeps the same as a lease of another replica, as long, or so nearly that it is not written."""
+        assert self._leases is not None
+        own = self._leases.leases.find_same(lease.tenant, lease.salt, lease.digest, lease.tail)
+        least_s = lease.expires_s - RENEW_SHARE * lease.ttl_s
+        return own is not None and own.state == "kept" and own.expires_s >= least_s
+
+    def worth(self, lease: Lease, tokens: bytes, digests: bytes) -> tuple[int, float]:
+        """Orders replicas: blocks of a lease that are there or leased there, and how little is leased."""
+        leases, hello = self._leases, self._hello
+        assert leases is not None
+        assert hello is not None
+        held = len(leases.pool.prefixes.find(lease.salt, tokens, split_digests(digests)))
+        return max(held, self._prefix(hello.incarnation, digests)), -self.leased_blocks / leases.pool.num_blocks
+
+    def take(self, lease: Lease, tokens: bytes) -> bool:
+        """Keeps what another replica kept. False where it does not fit."""
+        assert self._leases is not None
+        used_s, now = lease.expires_s - lease.ttl_s, self._clock()
+        own = self._leases.restore(lease.tenant, lease.salt, tokens, lease.ttl_s, used_s, now)
+        if own.state == "kept" and self._shared is not None:
+            self._shared.put(own, tokens, self._ahead_s())
+            self._share()
+        return own.state == "kept"
+
     # -- touches -------------------------------------------------------------------------------------------------------
 
     async def _run(self, joined: Joined, leases: PrefixLeases) -> None:
@@ -297,11 +370,13 @@ class LeaseKeeper:
                 self._synced_s = self._clock()
                 await self._sync()
             leases.leases.expire(self._clock())
-            if joined.follower.leads and self._clock() >= self._retry_s:
+            if self.leads and self._clock() >= self._retry_s:
                 await self._look(joined, leases)
 
     async def _look(self, joined: Joined, leases: PrefixLeases) -> None:
         """Touches what is due, then, in idle time, one prefix that is not there."""
+        if self.draining:
+            return
         follower, plan, names = joined.follower, self._plan, list(leases.prefixes())
         figures, knows = follower.figures(), follower.trust == "exact"
         plan.store(figures["stored_blocks"] * leases.block_size)
@@ -355,6 +430,7 @@ class LeaseKeeper:
                 return False
             cached = tokens - 1 if cached is None else min(cached, tokens)
             self._counts.update(touches=1, touched_tokens=cached, recomputed_tokens=tokens - cached)
+            joined.follower.sent(prefix.digests)
             pushed += self._plan.sent(tokens - cached)  # which do not push out the prefix itself
         self._plan.mark(name, pushed, taken)
         return True
@@ -375,6 +451,14 @@ class LeaseKeeper:
         if answer.status != 200 or data is None:
             raise ValueError(f"HTTP {answer.status}")
         return read_touch(target, data)
+
+
+def _move(leases: PrefixLeases, lease: Lease, targets: Iterable[LeaseKeeper]) -> bool:
+    """Whether one of them keeps it now."""
+    assert lease.block is not None
+    tokens, digests = leases.tokens_of(lease), leases.chain(lease.block)
+    best = sorted(targets, key=lambda one: one.worth(lease, tokens, digests), reverse=True)
+    return any(one.take(lease, tokens) for one in best)
 
 
 def write_touch(target: Target, prefix: Prefix, *, lowest: bool) -> tuple[str, bytes]:

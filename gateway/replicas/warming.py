@@ -7,6 +7,8 @@
 A prefix belongs to a salt: what a tenant may not share is computed for that tenant alone. Of several gateways the one
 that follows the replica's KV events warms it; without events each does. What it computes pays when requests come that
 begin like it; the router needs no rule for that, because it goes by what a replica holds (docs/decisions.md).
+
+Leases of a replica that goes are handed to the others here, too; their prefixes are computed by touching.py.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from engine.protocol import DIGEST_BYTES, TOKEN_BYTES, Hello, Namespace, Sampling
 from gateway import tasks
 from gateway.errors import KvasirError
 from gateway.types import EncodedPrompt, Request, Scope, Tenant, TokenPrompt
+
+if TYPE_CHECKING:
+    from gateway.replicas.touching import LeaseKeeper
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +183,7 @@ class Warmer:
         """
         self._hot, self._replicas, self._waiting, self._held, self._clock = hot, replicas, waiting, held, clock
         self._warming: dict[str, _Warming] = {}  # by URL
+        self._leases: dict[str, LeaseKeeper] = {}  # by URL, also of replicas that were removed
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -187,13 +193,21 @@ class Warmer:
         await tasks.cancel(self._task)
 
     async def _run(self) -> None:
+        warmed = False
         while not tasks.was_cancelled():
-            await asyncio.sleep(LOOK_S)
-            replicas = self._replicas()
+            await asyncio.sleep(0 if warmed else LOOK_S)
+            replicas, warmed = self._replicas(), False
+            await self._hand_over({one.url: one.leases for one in replicas})
             self._warming = {one.url: self._warming[one.url] for one in replicas if one.url in self._warming}
             for replica in replicas:
-                while replica.joined and (prefix := self._choose(replica)) is not None:
+                if replica.joined and (prefix := self._choose(replica)) is not None:
+                    warmed = True
                     await self._warm(replica, prefix)
+
+    async def _hand_over(self, leases: dict[str, LeaseKeeper]) -> None:
+        self._leases = {url: one for url, one in self._leases.items() if one.leased_blocks} | leases
+        for one in self._leases.values():
+            await one.hand_over(leases.values())
 
     def _choose(self, replica: Any) -> HotPrefix | None:
         """What it is to compute now. None: it is warm, or busy, or another gateway's to warm."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import orjson
@@ -29,8 +29,17 @@ class LeasedReplica:
     """A replica with this many blocks of `page` tokens, seen from one gateway. `events` tells of what it stores."""
 
     def __init__(
-        self, pages: int, page: int = 16, *, events: bool = True, kind: Kind = "vllm", **budget: float
+        self,
+        pages: int,
+        page: int = 16,
+        *,
+        name: str = "r",
+        events: bool = True,
+        kind: Kind = "vllm",
+        hello: Mapping[str, Any] = MappingProxyType({}),
+        **budget: float,
     ) -> None:
+        self.name = name
         self.cache = LruCache(pages, page)
         self.events, self.now, self.live, self.busy = events, 1000.0, 0, False
         self.trust, self.leads = "exact" if events else "fallback", True
@@ -38,10 +47,12 @@ class LeasedReplica:
         self.ours: dict[bytes, set[bytes]] = {}  # of each block of the server
         self.counts = {"stored_blocks": 0, "removed_blocks": 0, "truncations": 0}
         self.bodies: list[dict[str, Any]] = []
+        self.told: list[bytes] = []  # digests of prompts that the follower was told of
         self.status = 200
         self.prefilled = 0
         self.page = page
-        self.hello = make_hello(incarnation="i", namespace=SPACE, num_blocks=pages * page // 16, context_tokens=1 << 20)
+        size: dict[str, Any] = {"num_blocks": pages * page // 16, "context_tokens": 1 << 20}
+        self.hello = make_hello(incarnation="i", **{"namespace": SPACE, **size, **hello})
         self.facts = ServerFacts(kind, "1", ("m",), "r", 1 << 20, block_size=page, features=frozenset({"cache_salt"}))
         more: Any = {"share": 0.5, "tenant_share": 0.5, "max_leases": 64, **budget}
         self.budget = LeaseBudget(**more)
@@ -52,7 +63,9 @@ class LeasedReplica:
     def gateway(self, calls: RedisCalls | None = None) -> LeaseKeeper:
         """One more, which has joined."""
         clocks = (lambda: self.now, lambda: self.now + 1e9)
-        keeper = LeaseKeeper("r", self.budget, calls, lambda: self.live, lambda: not self.busy, self._prefix, *clocks)
+        keeper = LeaseKeeper(
+            self.name, self.budget, calls, lambda: self.live, lambda: not self.busy, self._prefix, *clocks
+        )
         keeper.join(self.joined)
         return keeper
 
@@ -60,6 +73,9 @@ class LeasedReplica:
 
     def figures(self) -> dict[str, Any]:
         return self.counts
+
+    def sent(self, digests: bytes) -> None:
+        self.told.append(digests)
 
     def _prefix(self, incarnation: str, digests: bytes) -> int:
         count = 0
@@ -69,6 +85,10 @@ class LeasedReplica:
 
     def _digests(self, salt: str, tokens: Sequence[int]) -> bytes:
         return chain_digests(replace(SPACE, salt=salt).root(), array("I", tokens).tobytes(), 16)
+
+    def salted(self, tokens: Sequence[int], tenant: str = "a") -> bytes:
+        """Packed digests of a tenant's prompt."""
+        return self._digests(derived_salt("secret", Tenant(tenant).salt), tokens)
 
     # -- the server ----------------------------------------------------------------------------------------------------
 

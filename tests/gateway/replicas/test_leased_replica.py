@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
 import pytest
 
-from gateway.replicas import joining
+from gateway.replicas import joining, warming
 from tests.fakes.cached_answers import CachedAnswers
 from tests.fakes.kv_publisher import KvPublisher
 from tests.fakes.lru_cache import LruCache
@@ -23,6 +24,7 @@ TEXT = "The traveller reaches the next town and asks for the old road. " * 12
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "LOOK_S", 0.05)
     monkeypatch.setattr(joining, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(warming, "LOOK_S", 0.01)
 
 
 def system(text: str, *, kept: bool = False) -> list[Any]:
@@ -39,9 +41,11 @@ async def ask(running: Whole, text: str, *, kept: bool = False) -> tuple[int, in
     return details.cached_tokens, details.cache_write_tokens, int(headers["x-kvasir-cached-tokens"])
 
 
+LEASES: dict[str, Any] = {"response_cache": {"mode": "off"}, "engine": {"lease_tenant_share": 0.5}}
+
+
 def sections(server: ReplicaServer, **more: Any) -> dict[str, Any]:
-    replica = server.settings("r", **more).model_dump()
-    return {"replicas": [replica], "response_cache": {"mode": "off"}, "engine": {"lease_tenant_share": 0.5}}
+    return {"replicas": [server.settings("r", **more).model_dump()], **LEASES}
 
 
 async def joined(running: Whole) -> Any:
@@ -101,3 +105,35 @@ async def test_a_restart_loses_nothing_but_time() -> None:
         await until(lambda: answers.cache.cached_tokens(*touched) >= wrote // PAGE * PAGE)
         cached, again, reused = await ask(running, TEXT, kept=True)
         assert (cached, again, reused) == (wrote, 0, wrote // PAGE * PAGE)
+
+
+@pytest.mark.parametrize("goes", ["drained", "removed"])
+async def test_a_lease_of_a_replica_that_goes_is_computed_at_another_one(goes: str) -> None:
+    caches = {name: CachedAnswers(LruCache(PAGES, PAGE)) for name in ("one", "two")}
+    async with AsyncExitStack() as stack:
+        running = await stack.enter_async_context(whole(engines=0, sections=LEASES))
+        fleet = running.gateway.fleet
+        for name, answers in caches.items():
+            more: dict[str, Any] = {"block_size": PAGE, "num_blocks": PAGES, "completions": answers}
+            server = await stack.enter_async_context(replica_server(**more))
+            await fleet.add({"name": name, "kind": "vllm", "url": server.url, "kv_events": "off"})
+        await until(lambda: all(replica.joined for replica in fleet.replicas))
+        running.gateway.warmer.start()
+        stack.push_async_callback(running.gateway.warmer.stop)
+        _, wrote, _ = await ask(running, TEXT, kept=True)
+        assert wrote > 100
+        [old] = [replica for replica in fleet.replicas if replica.leases.leased_blocks]
+        [new] = [replica for replica in fleet.replicas if replica is not old]
+        if goes == "drained":
+            await fleet.drain(old.name)
+        else:
+            await fleet.remove(old.name, force=True)
+            assert fleet.replicas == [new]
+        await until(lambda: new.leases.figures()["recomputed_tokens"] > wrote // 2)
+        touches = len(caches[old.name].touches)
+        for number in range(20):
+            await ask(running, f"{number} " + TEXT)
+        cached, again, reused = await ask(running, TEXT, kept=True)
+        assert (cached, again, reused) == (wrote, 0, wrote // PAGE * PAGE)
+        assert (old.leases.leased_blocks, len(caches[old.name].touches)) == (0, touches)
+        assert new.leases.figures()["kept"] == 1

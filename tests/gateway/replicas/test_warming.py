@@ -14,6 +14,8 @@ import pytest
 from engine.protocol import DIGEST_BYTES, TOKEN_BYTES, Hello, Load, Namespace, Sampling, SequenceUpdate, chain_digests
 from gateway.errors import EngineFailedError
 from gateway.replicas import warming
+from gateway.replicas.prefix_leases import LeaseBudget
+from gateway.replicas.touching import LeaseKeeper
 from gateway.replicas.warming import HALF_LIFE_S, MAX_COUNTED, HotPrefixes, Warmer
 from gateway.types import EncodedPrompt, Request, Scope, Tenant, TokenPrompt
 from tests.fakes.clock import Clock
@@ -137,6 +139,7 @@ class FakeReplica:
     warmed_tokens: int = 0
     aborted: int = 0
     hold: asyncio.Event = field(default_factory=asyncio.Event)
+    leases: Any = field(default_factory=lambda: LeaseKeeper("r", LeaseBudget(), None, int, bool, lambda *_: 0))
 
     def warmed(self, num_tokens: int) -> None:
         self.warmed_tokens += num_tokens
