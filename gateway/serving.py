@@ -11,6 +11,7 @@ import gc
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
@@ -25,6 +26,7 @@ from gateway.api.routes import ADMIN, RUNNER, app_runner
 from gateway.app import REPLICA_VARIABLES, Gateway, replica_keys, upstream_keys, upstream_proxies
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses
+from gateway.engines.registry import Client
 from gateway.parent import Parent
 from gateway.processes import ChildStartError
 from gateway.queues.batch.worker import Worker
@@ -38,6 +40,9 @@ log = logging.getLogger(__name__)
 
 SAME_ENGINES_S: Final = 15.0
 """That a worker which is started again waits for the engines that the others have. Then it answers without them."""
+
+FIRST_ENGINES_S: Final = 5.0
+"""That a start waits for engines which run elsewhere. Requests are answered meanwhile, by those that are there."""
 
 LOOK_S: Final = 0.05
 
@@ -121,7 +126,7 @@ async def serve(
             await parent.connect(app[ADMIN].snapshot)
             stack.push_async_callback(parent.close)
             await parent.listening()
-        await _first_engines(gateway, stop)
+        await _first_engines(gateway, {*engine_urls.values(), *_own_vllm(settings, own_engines)}, stop)
         worker = gateway.batch_worker = Worker(gateway.batches.stores, app[RUNNER], gateway.batches.changed)
         stack.push_async_callback(worker.close)
         worker.start()
@@ -214,17 +219,29 @@ async def _same_engines(gateway: Gateway, urls: Collection[str], stop: asyncio.E
         await asyncio.sleep(LOOK_S)
 
 
-async def _first_engines(gateway: Gateway, stop: asyncio.Event) -> None:
-    """Returns when the engines that are known have joined, when that takes too long, or when it is time to stop."""
-    waits = [tasks.spawn(gateway.registry.wait_joined(), "first engines"), tasks.spawn(stop.wait(), "stop at start")]
-    timeout_s = gateway.settings.engines.start_timeout_s
-    try:
-        done, _ = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waits:
-            await tasks.cancel(task)
-    if not done:
-        log.warning("not every engine has joined after %.0f s (engines.start_timeout_s)", timeout_s)
+async def _first_engines(gateway: Gateway, own: Collection[str], stop: asyncio.Event) -> None:
+    """Returns when the engines that are known have joined, when that takes too long, or when it is time to stop. Those
+    at the URLs of `own` may load a model; others have not long, and no time once it is known why they did not join."""
+    began_s, timeout_s = time.monotonic(), gateway.settings.engines.start_timeout_s
+
+    def awaited(engine: Client, waited_s: float) -> bool:
+        if engine.url in own:
+            return waited_s < timeout_s
+        return waited_s < FIRST_ENGINES_S and not engine.why
+
+    while not stop.is_set():
+        waited_s, missing = time.monotonic() - began_s, [one for one in gateway.registry.engines if not one.joined]
+        if not any(awaited(engine, waited_s) for engine in missing):
+            if any(engine.url in own for engine in missing):
+                log.warning("not every engine has joined after %.0f s (engines.start_timeout_s)", timeout_s)
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+def _own_vllm(settings: Settings, own_engines: bool) -> list[str]:
+    """URL of the vLLM that was started in place of bundled engines, if one was."""
+    started = own_engines and settings.engines.count and settings.engines.kind == "vllm"
+    return [settings.replicas[-1].url] if started else []
 
 
 def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[str], None]) -> None:
@@ -235,7 +252,7 @@ def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[st
     models = list(gateway.registry.models())
     engines = gateway.registry.engines
     lines = [f"Kvasir {installed_version()} on {url}"]
-    own_vllm = own_engines and settings.engines.count and settings.engines.kind == "vllm"
+    own_vllm = _own_vllm(settings, own_engines)
     if own_engines and settings.engines.count and settings.engine.model == "demo" and not own_vllm:
         lines.append(
             "  model    demo: a tiny bundled model that talks English-looking nonsense.\n"
@@ -243,10 +260,17 @@ def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[st
         )
     else:
         lines.append(f"  model    {', '.join(models) or 'none yet'}")
-    tokens = sum(engine.hello.num_blocks * engine.hello.namespace.block_size for engine in engines if engine.joined)
-    lines.append(f"  engines  {len(engines)}, with room for {tokens:,} tokens of KV blocks")
+    joined = [engine for engine in engines if engine.joined]
+    tokens = sum(engine.hello.num_blocks * engine.hello.namespace.block_size for engine in joined)
+    count = f"{len(joined)} of {len(engines)}" if len(joined) < len(engines) else len(joined)
+    lines.append(f"  engines  {count}, with room for {tokens:,} tokens of KV blocks")
+    for engine in engines:
+        if not engine.joined:
+            place = f"{engine.name} ({engine.url}): "
+            why = engine.why.removeprefix("replica ").removeprefix(place) or "it has not answered yet"
+            lines.append(f"  waiting  for {place}{why}")
     if own_vllm:
-        lines.append(f"  vllm     {settings.replicas[-1].url}, started here (engines.kind)")
+        lines.append(f"  vllm     {own_vllm[0]}, started here (engines.kind)")
     own_redis = settings.redis.url is None
     where = f"own, in {settings.server.data_dir / 'redis'}" if own_redis else "as configured (redis.url)"
     lines.append(f"  redis    {where if gateway.redis_url else 'none: the index is in memory'}")

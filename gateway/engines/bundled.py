@@ -104,7 +104,7 @@ class BundledEngine:
         self._session: aiohttp.ClientSession | None = None  # that of the connection
         self._joined = asyncio.Event()
         self._left_on_purpose = False  # the last connection was to an engine that announced its end
-        self._is_away_logged = False  # the present outage has been logged
+        self.why = ""  # it is not joined, as the log says; empty before it was asked
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
 
@@ -306,7 +306,7 @@ class BundledEngine:
         self._hello = hello
         self._connection, self._session = connection, session
         self._joined.set()
-        self._is_away_logged = False
+        self.why = ""
         log.info("engine %s joined: %s, incarnation %s", self.name, hello.model, hello.incarnation)
         self._on_load(self)
 
@@ -333,13 +333,13 @@ class BundledEngine:
 
     def _log_away(self, error: BaseException) -> None:
         """Once for each outage; as a warning if the engine was there and did not announce its end."""
-        if self._is_away_logged:
+        if self.why:
             return
-        self._is_away_logged = True
+        self.why = str(error) or type(error).__name__
         lost = self._hello is not None and not self._left_on_purpose
         what = "was lost" if lost else "has ended" if self._hello else "is not there yet (as while it starts)"
         level = logging.WARNING if lost else logging.INFO
-        log.log(level, "engine %s %s: %s", self.name, what, str(error) or type(error).__name__)
+        log.log(level, "engine %s %s: %s", self.name, what, self.why)
 
 
 def _connector(url: str) -> tuple[str, aiohttp.BaseConnector]:

@@ -43,6 +43,7 @@ class Client(Protocol):
 
     name: str
     url: str
+    why: str
 
     @property
     def hello(self) -> Hello: ...

@@ -156,10 +156,10 @@ class Server:
                 except ServerError as error:
                     why = str(error)
                 except KvasirError as error:
-                    why = f"replica {self.settings.name}: {error.message}"
+                    why = f"replica {self.settings.name} ({self.settings.url}): {error.message}"
                 except Exception as error:
                     log.exception("replica %s: joining failed", self.settings.name)
-                    why = f"replica {self.settings.name}: {type(error).__name__}"
+                    why = f"replica {self.settings.name} ({self.settings.url}): {type(error).__name__}"
                 finally:
                     await self._leave(why, session)
             if why != self._told:

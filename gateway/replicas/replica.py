@@ -87,7 +87,7 @@ class Replica:
         self.url = url
         self.leases = LeaseKeeper(name, leases, calls, self._taken, self._is_idle, prefix, clock)
         self.draining = False
-        self.why = "it has not been reached yet"  # it is not joined
+        self.why = ""  # it is not joined; empty before it was asked
         self.heard_s = float("-inf")  # by the clock: when bytes of an answer came last
         self._start, self._stop = start, stop
         self._prefix, self._on_load, self._hot, self._clock = prefix, on_load, hot, clock
@@ -215,7 +215,8 @@ class Replica:
         """What this gateway knows of it: why it is not joined, version and rank, its own counters, under `rendering`
         which requests it renders itself (rendering.py), and under `index` how far its cache is known (follower.py)."""
         joined = self._joined
-        figures: dict[str, Any] = {"reason": "" if joined else self.why, "in_flight": self.in_flight, **self._counts}
+        reason = "" if joined else self.why or "it has not been reached yet"
+        figures: dict[str, Any] = {"reason": reason, "in_flight": self.in_flight, **self._counts}
         if joined is not None:
             target = joined.target
             figures |= {"version": target.facts.version, "rank": target.rank, "ranks": target.facts.ranks}

@@ -13,6 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from gateway import serving
 from gateway.digests import UNSALTED, derived_salt
 from gateway.replicas import joining
 from gateway.replicas.secret import FILE, FleetSecret
@@ -240,6 +241,40 @@ async def test_a_server_without_events_is_one_line_for_each_reason(caplog: pytes
             await until(lambda: said("does not say where") == 1)
             del server.answers["/kv_event_sources"]
             await until(lambda: said("publishes none") == 2)
+
+
+async def test_a_start_does_not_wait_for_servers_that_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with replica_server(completions=Streams()) as server, replica_server(stalled={"/v1/models"}) as silent:
+        tables = [server.settings("good", kv_events="off").model_dump()]
+        tables += [{**tables[0], "name": "closed", "url": "http://127.0.0.1:9"}]
+        async with whole(engines=0, sections={"replicas": tables}) as running:
+            gateway, stop, told = running.gateway, asyncio.Event(), list[str]()
+            gateway.attach_replicas()
+            monkeypatch.setattr(serving, "FIRST_ENGINES_S", 600.0)
+            await serving._first_engines(gateway, (), stop)
+            assert [engine.joined for engine in gateway.registry.engines] == [True, False]
+            serving._introduce(gateway, 1, False, told.append)
+            assert "\n  engines  1 of 2, with room for " in told[0]
+            assert "\n  waiting  for closed (http://127.0.0.1:9): nothing can be reached there: Connect" in told[0]
+
+            monkeypatch.setattr(serving, "FIRST_ENGINES_S", 0.1)
+            await gateway.fleet.add(silent.settings("silent", kv_events="off").model_dump(exclude_none=True))
+            await serving._first_engines(gateway, (), stop)
+            serving._introduce(gateway, 1, False, told.append)
+            assert f"\n  waiting  for silent ({silent.url}): it has not answered yet\n" in told[1]
+
+
+async def test_a_start_waits_for_the_server_that_is_started_here() -> None:
+    async with replica_server(completions=Streams()) as server:
+        server.answers["/v1/models"] = 503
+        async with gateway_of(server) as running:
+            (engine,) = running.gateway.registry.engines
+            waiting = asyncio.create_task(serving._first_engines(running.gateway, {server.url}, asyncio.Event()))
+            await until(lambda: "HTTP 503" in engine.why)
+            assert not waiting.done()
+            del server.answers["/v1/models"]
+            await waiting
+            assert engine.joined
 
 
 async def test_an_answer_that_breaks_off_goes_on_behind_what_was_generated() -> None:
