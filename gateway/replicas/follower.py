@@ -11,8 +11,10 @@ blocks were stored since as its cache has and none of the known ones hangs behin
 before was pushed out, or is not used.
 
 With Redis one gateway has the lease on a stream (lease.py). It follows the events, into its own memory and, by
-engine/publish.py, into Redis; the others read Redis. Where Redis has not answered for as long as a lease lasts, every
-gateway follows by itself, and stops when another one has published again. Without Redis each always does.
+engine/publish.py, into Redis; the others read Redis. A holder that has heard nothing for `lost_s` releases the lease,
+and takes it again once it hears something, if no other one has it by then. Where Redis has not answered for as long as
+a lease lasts, every gateway follows by itself, and stops when another one has published again. Without Redis each
+always does.
 
 Its neighbours are stream.py, residency.py, which makes digests of events, and replica.py, which owns it.
 """
@@ -256,11 +258,13 @@ class Follower:
         if self._unread:
             return "fallback", self._unread
         if self._problem:
-            silent = self._clock() >= self._heard_s + self._times.lost_s
-            return "fallback" if silent else "degraded", self._problem
+            return "fallback" if self._is_silent() else "degraded", self._problem
         if self._missing or self._reading:
             return "degraded", self._missing or "the KV events are being read from the first one on"
         return "exact", ""
+
+    def _is_silent(self) -> bool:
+        return bool(self._problem) and self._clock() >= self._heard_s + self._times.lost_s
 
     def _judge(self) -> None:
         """Settles the trust, logs when it is another one, and has the index hold what goes with it."""
@@ -290,7 +294,8 @@ class Follower:
         lease = self._lease
         if lease is not None:
             published = self._publisher is not None and self._publisher.up
-            await lease.take(StreamState(self.trust, self.reason, published))
+            deaf = self._following and self.trust == "fallback" and self._is_silent()
+            await lease.take(StreamState(self.trust, self.reason, published), wanted=not deaf)
             if lease.others is not None and not self._following:
                 self._shared = lease.others
         if self._stream is not None:

@@ -62,10 +62,11 @@ class StreamLease:
         """Redis has not answered for as long as a lease lasts: nobody can hold this one."""
         return self._down_s is not None and self._clock() - self._down_s >= self._lease_s
 
-    async def take(self, state: StreamState) -> None:
-        """Takes the lease if it is free, renews it if it is this gateway's, else reads the holder's state."""
+    async def take(self, state: StreamState, *, wanted: bool = True) -> None:
+        """Takes the lease if it is free, renews it if it is this gateway's, else reads the holder's state. Releases it
+        where it is not `wanted`."""
         asked_s = self._clock()
-        args = (self._owner, round(self._lease_s * 1e3), orjson.dumps(tuple(state)))
+        args = (self._owner, round(self._lease_s * 1e3) if wanted else 0, orjson.dumps(tuple(state)))
         try:
             answer: Any = await self._calls.ask(self._script(keys=[self._key], args=args))
         except RedisDownError:
@@ -75,7 +76,7 @@ class StreamLease:
         fence, text = answer
         self._fence = read_or_skip(_STORE, partial(int, fence)) or 0 if fence else 0
         self._end_s = asked_s + self._lease_s
-        self.others = None if fence else read_or_skip(_STORE, partial(_state, text))
+        self.others = read_or_skip(_STORE, partial(_state, text)) if text else None
 
     async def release(self) -> None:
         """Nothing happens when it is another gateway's, or Redis does not answer."""

@@ -323,6 +323,44 @@ async def test_another_gateway_takes_over_from_one_that_dies(redis_url: str) -> 
         assert time.monotonic() - begun_s < 5
 
 
+IMPATIENT = FollowerTimes(StreamTimes(beat_s=0.2, answer_s=0.1), lease_s=0.6, renew_s=0.05, lost_s=1.0)
+
+
+async def test_a_gateway_that_cannot_reach_the_stream_leaves_it_to_one_that_can(redis_url: str) -> None:
+    hello, nowhere = make_hello(), EventSource("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "kv")
+    async with KvPublisher() as publisher, gateway(nowhere, hello, redis_url, IMPATIENT) as deaf:
+        await until(lambda: bool(deaf.figures["holder"]))
+        async with gateway(publisher.source, hello, redis_url, IMPATIENT) as other:
+            await publisher.churn(50)
+            await until(lambda: bool(other.figures["holder"]) and equals(publisher, other, hello)())
+            await until(lambda: deaf.follower.trust == "exact" and not deaf.figures["following"])
+            assert (deaf.memory, deaf.figures["holder"]) == (set(), False)
+            assert await in_redis(deaf, hello) <= publisher.digests(hello.namespace)
+        await until(lambda: bool(deaf.figures["holder"]))  # it has a turn again
+        await until(lambda: not deaf.figures["holder"])
+
+
+async def test_a_lease_that_was_released_in_silence_is_taken_again_when_events_come(redis_url: str) -> None:
+    hello = make_hello()
+    async with KvPublisher() as publisher, gateway(publisher.source, hello, redis_url, IMPATIENT) as one:
+        await publisher.churn(50)
+
+        async def published() -> bool:
+            known = publisher.digests(hello.namespace)
+            return equals(publisher, one, hello)() and await in_redis(one, hello) == known
+
+        await until(published)
+        await publisher.close()
+        await until(lambda: not one.figures["holder"])
+        assert one.follower.trust == "fallback"
+        assert await in_redis(one, hello) == set()
+        publisher.held = {}
+        await publisher._rebind()
+        await publisher.churn(20)
+        await until(published, LIMIT_S)
+        assert one.figures["holder"]
+
+
 async def test_a_gateway_that_stops_leaves_the_index_and_releases_the_lease(redis_url: str) -> None:
     hello = make_hello()
     async with KvPublisher() as publisher:
