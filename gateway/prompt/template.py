@@ -61,6 +61,17 @@ class ChatTemplate:
             raise ValueError(f"line {error.lineno} of the chat template: {error.message}") from None
         self.is_timeless = "strftime_now" not in source  # the same messages always render to the same text
         self._variables = {"tools": None, "documents": None, **special_tokens}
+        self._fills_tools = False
+        self._fills_tools = self.takes_tools and not self._takes_bare_tools()
+
+    def _takes_bare_tools(self) -> bool:
+        """Whether a tool without description and parameters can be rendered, and not as Python's `None`."""
+        question, tools = [{"role": "user", "content": "?"}], (Tool("f", "", {}), Tool("f"))
+        try:
+            shown = [self.render(question, tools=(tool,), add_generation_prompt=True) for tool in tools]
+        except BadRequestError:
+            return False
+        return shown[0].count("None") == shown[1].count("None")
 
     def render_open(
         self, messages: Sequence[Mapping[str, Any]], markers: Sequence[Marker] = (), *, tools: Sequence[Tool] = ()
@@ -93,7 +104,9 @@ class ChatTemplate:
         template's own words, or with what it missed in the messages.
         """
         masked = self._masking.mask_data(messages)
-        given = {"tools": self._masking.mask_data([_described(tool) for tool in tools])} if tools else {}
+        given = (
+            {"tools": self._masking.mask_data([_described(tool, self._fills_tools) for tool in tools])} if tools else {}
+        )
         # From the end of each message, so that places further left stay valid.
         sequences = self._masking.markers[: len(markers)]
         for _, _, number in sorted((marker.message, marker.chars, i) for i, marker in enumerate(markers))[::-1]:
@@ -116,11 +129,13 @@ class ChatTemplate:
             raise BadRequestError(f"The chat template of this model cannot render these messages: {message}") from None
 
 
-def _described(tool: Tool) -> dict[str, Any]:
-    """As the OpenAI API writes it, which is what templates are made for. Some take for granted what may be missing."""
-    schema = {"type": "object", "properties": {}} if tool.parameters is None else tool.parameters
-    function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
-    return {"type": "function", "function": function}
+def _described(tool: Tool, filled: bool) -> dict[str, Any]:
+    """As the OpenAI API writes it, which is what templates are made for, with null for what is missing, as vLLM has it.
+    `filled`: for a template that takes for granted what may be missing."""
+    description, schema = tool.description, tool.parameters
+    if filled:
+        description, schema = description or "", {"type": "object", "properties": {}} if schema is None else schema
+    return {"type": "function", "function": {"name": tool.name, "description": description, "parameters": schema}}
 
 
 def _append(value: Any, sequence: str) -> bool:

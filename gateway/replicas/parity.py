@@ -149,7 +149,7 @@ CANARIES: Final[Mapping[Shape, Prompt]] = {
     "system": ChatPrompt([_said("system", "Answer in one word.\n"), _said("user", "Ready?")]),
     "turns": ChatPrompt(_TURNS),
     "tools": ChatPrompt([_ASK], tools=(_WEATHER, replace(_WEATHER, name="get_forecast", description="Tomorrow's."))),
-    "bare_tools": ChatPrompt([_ASK], tools=(Tool("now"),)),
+    "bare_tools": ChatPrompt([_ASK], tools=(Tool("now"), Tool("wait", "Waits."), replace(_WEATHER, description=None))),
     "calls": ChatPrompt(
         [_ASK, _said("assistant", "", tool_calls=[_call(1, "Paris")]), _result(1, 21)], tools=(_WEATHER,)
     ),

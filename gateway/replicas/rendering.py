@@ -211,10 +211,9 @@ class Rendering:
         different = {**self._audited, **kept, **found.different}
         self.parity = Parity(different, found.unchecked, found.rendering)
         if new := [shape for shape in different if shape not in before]:
-            level = logging.INFO if new == ["bare_tools"] else logging.WARNING  # no server writes those as we do
             names = ", ".join(shape.replace("_", " ") for shape in new)
             text = "replica %s: the server renders requests with %s in its own way, so it is asked for its tokens (%s)"
-            log.log(level, text, self._settings.name, names, different[new[0]])
+            log.warning(text, self._settings.name, names, different[new[0]])
 
     async def _compare(self, prompt: EncodedPrompt, request: Request) -> None:
         """The audit of a prompt that was sent."""

@@ -244,7 +244,7 @@ class ReplicaServer:
             return list(tokenizer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True)))
         text = tokenizer.apply_chat_template(
             [_parsed(message) for message in body["messages"]],
-            tools=body.get("tools"),
+            tools=[_dumped(tool) for tool in body.get("tools") or ()] or None,
             add_generation_prompt=body.get("add_generation_prompt", not body.get("continue_final_message")),
             continue_final_message=body.get("continue_final_message", False),
             tokenize=False,
@@ -260,6 +260,11 @@ class ReplicaServer:
         except Exception as error:  # a template raises what it wants
             return web.json_response({"error": {"message": str(error), "code": 400}}, status=400)
         return web.json_response({"count": len(ids), "max_model_len": self.context_tokens, "tokens": ids})
+
+
+def _dumped(tool: dict[str, Any]) -> dict[str, Any]:
+    """As the servers hand it to a template: with null for what a client left out."""
+    return {**tool, "function": {"name": None, "description": None, "parameters": None, **tool["function"]}}
 
 
 def _parsed(message: dict[str, Any]) -> dict[str, Any]:

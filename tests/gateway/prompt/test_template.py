@@ -122,9 +122,22 @@ def test_tools_are_given_as_the_openai_api_writes_them_and_special_strings_in_th
         },
         {
             "type": "function",
-            "function": {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}},
+            "function": {"name": "now", "description": None, "parameters": None},
         },
     ]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "{{ tool.function.name + ': ' + tool.function.description }}",
+        "{{ tool.function.name ~ ': ' ~ tool.function.description }}",
+        "{{ tool.function.name }}: {% for name in tool.function.parameters.properties %}{{ name }}{% endfor %}",
+    ],
+)
+def test_a_template_that_takes_a_description_or_parameters_for_granted_is_given_empty_ones(shown: str) -> None:
+    template = ChatTemplate(f"None{{% for tool in tools %}}{shown}{{% endfor %}}", {}, MASKING)
+    assert template.render([], tools=(Tool("now"),), add_generation_prompt=False) == "Nonenow: "
 
 
 def test_without_tools_a_template_has_none_and_one_that_makes_its_own_takes_none() -> None:

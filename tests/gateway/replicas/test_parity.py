@@ -78,7 +78,7 @@ async def checked(kind: ReplicaKind = "vllm", **more: Any) -> AsyncIterator[tupl
 async def test_every_shape_of_the_same_files_is_equal(kind: ReplicaKind) -> None:
     async with checked(kind) as (found, server):
         assert found.unchecked == {}
-        assert found.different.keys() == {"bare_tools"}  # ours says what the client left out
+        assert found.different == {}
         asked = [path for path, body in server.got if "tokenize" in path and body.get("messages") != PROOF]
         assert len(asked) == len(CANARIES) - 1
 
@@ -102,15 +102,15 @@ async def test_what_only_one_side_refuses_is_different(tmp_path: Path) -> None:
     refusing = "{% for one in messages if one.role == 'system' %}{{ raise_exception('no system') }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(refusing + (DEMO / "chat_template.jinja").read_text())
     async with checked("vllm", tokenizer=folder) as (found, _server):
-        assert found.different.keys() == {"system", "bare_tools", "unicode"}
+        assert found.different.keys() == {"system", "unicode"}
         assert "refused by the server: " in found.different["system"]
         assert "answered HTTP 400; no system" in found.different["system"]
 
 
 async def test_a_tensorrt_llm_is_asked_for_texts_alone() -> None:
     async with checked("tensorrt-llm") as (found, _server):
-        assert found.different.keys() == {"bare_tools"}
-        assert found.unchecked.keys() == CANARIES.keys() - {"text", "bare_tools"}
+        assert found.different == {}
+        assert found.unchecked.keys() == CANARIES.keys() - {"text"}
         assert found.unchecked["tools"] == "the server says the number of its tokens alone, which is the same"
 
 
