@@ -197,6 +197,7 @@ class Gateway:
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,
+                prefill_tokens_per_s=self.registry.prefill_tokens_per_s,
                 queue=self.queue.status,
                 prompts=self.prompts.stats,
                 embeddings=self.embedder.figures,

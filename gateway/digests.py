@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 import orjson
@@ -19,6 +20,7 @@ UNSALTED: Final = "unsalted"
 """In place of a secret, of servers that know no salt: all requests share what they hold."""
 
 
+@lru_cache(4096)
 def derived_salt(secret: str, salt: str) -> str:
     """The salt that a server of others is given in place of a request's own, 64 hexadecimal characters: without the
     fleet's secret nobody can tell whose it is, nor make one. Empty for UNSALTED."""

@@ -63,11 +63,11 @@ class Pipeline:
 
     async def count(self, request: Request) -> int:
         """Tokens of its prompt. Raises what `answer` raises for a prompt that no engine can be given."""
-        return (await self._encode(request)).num_tokens
+        return (await self._encode(request))[0].num_tokens
 
     async def breakpoints(self, request: Request) -> tuple[Breakpoint, ...]:
         """Where the markers of its prompt are, in tokens, without asking an engine. Raises as `count` does."""
-        return (await self._encode(request)).breakpoints
+        return (await self._encode(request))[0].breakpoints
 
     def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Started, any number of TextDeltas and CallDeltas, Finished. Raises a KvasirError instead of, or after, any of
@@ -78,19 +78,19 @@ class Pipeline:
         model = self._registry.serving(request.model)[0].hello
         return self._responses.answer(request, model, self._answer)
 
-    async def _encode(self, request: Request) -> EncodedPrompt:
-        """As the first engine of its model renders it, which is how the others do, as a rule."""
+    async def _encode(self, request: Request) -> tuple[EncodedPrompt, Hello, bool]:
+        """As the first engine of its model renders it, which is how the others do, as a rule: its hello, and whether it
+        could be asked."""
         engine = self._registry.serving(request.model)[0]
         prompt = await self._prompts.encode(request, engine.hello)
         with suppress(EngineLostError, UnsupportedError):  # the one that gets it is asked in step 6
-            prompt = await engine.render(prompt, request)
-        return prompt
+            return await engine.render(prompt, request), engine.hello, True
+        return prompt, engine.hello, False
 
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Steps 2 to 6."""
         # 2. Render and tokenise. All engines of a model share tokeniser and context.
-        model = self._registry.serving(request.model)[0].hello
-        prompt = await self._encode(request)
+        prompt, model, is_rendered = await self._encode(request)
         sampling = _fit(request, prompt, model)
         if request.tool_use is not None:
             request = replace(request, constraint=self._prompts.constraint(request, model))
@@ -108,9 +108,8 @@ class Pipeline:
                 # 4. + 5. Wait for a slot, at the one where the first token will come soonest.
                 async with self._slot(request, engines, ask) as engine:
                     sequence.give(engine, self._predict(request, sequence, engine, ask), time.monotonic() - asked_s)
-                    prompt = await engine.render(sequence.prompt, request)
-                    if prompt is not sequence.prompt:  # another one's rendering is not what it continues
-                        sequence.replace_prompt(prompt, _fit(request, prompt, model))
+                    if not is_rendered or engine.hello is not model:
+                        is_rendered = not await _render(request, sequence, engine, model)
                     # 6. Stream.
                     async with aclosing(engine.generate(sequence.prompt, sequence.sampling, request)) as updates:
                         async for update in updates:
@@ -240,6 +239,15 @@ class _Losses:
         if not begun:
             return self.dead
         return None if taken else self.last
+
+
+async def _render(request: Request, sequence: RunningSequence, engine: Engine, model: Hello) -> bool:
+    """Renders its prompt as the engine does. Whether that is another rendering: of that nothing can be continued."""
+    prompt = await engine.render(sequence.prompt, request)
+    if prompt is sequence.prompt:
+        return False
+    sequence.replace_prompt(prompt, _fit(request, prompt, model))
+    return True
 
 
 def _fit(request: Request, prompt: EncodedPrompt, model: Hello) -> Sampling:

@@ -88,6 +88,7 @@ class Sources:
 
     refresh: Callable[[], Awaitable[None]]
     engines: Callable[[], Sequence[EngineStatus]]
+    prefill_tokens_per_s: Callable[[str], float]  # of an engine, by name; 0 for none of ours
     queue: Callable[[Lane], Any]
     prompts: Callable[[], Mapping[str, Mapping[str, Any]]]
     embeddings: Callable[[], Mapping[str, Any]]
@@ -109,7 +110,3 @@ class Sources:
         """Whether there are engines, and all have said what they are. Until then any model may be one of theirs."""
         states = [one.state for one in self.engines()]
         return bool(states) and "connecting" not in states
-
-    def prefill_tokens_per_s(self, engine: str) -> float:
-        """What an engine, by name, has measured; 0 when it has not, or is none of ours."""
-        return next((one.load.prefill_tokens_per_s for one in self.engines() if one.name == engine), 0.0)

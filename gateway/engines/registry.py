@@ -151,6 +151,10 @@ class Registry:
         self._remember()
         return dict(self._models)
 
+    def prefill_tokens_per_s(self, name: str) -> float:
+        """What an engine has measured; 0 when it has not, or is not known."""
+        return next((one.load.prefill_tokens_per_s for one in self._clients.values() if one.name == name), 0.0)
+
     def was_joined(self, url: str) -> bool:
         """Whether the engine at this URL is joined or ever was. False for one that is not known."""
         client = self._clients.get(_key(url))

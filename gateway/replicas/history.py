@@ -11,12 +11,17 @@ parent, whether it goes for its age or for want of space.
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import Final
 
 from engine.protocol import DIGEST_BYTES, BlockEvents, split_digests
 
 TTL_S: Final = 120.0
+RENEW_S: Final = 1.0
+"""A prompt that was sent so short a time ago is as young as can be."""
+
+_NOTHING: Final = BlockEvents()
 
 
 class History:
@@ -33,7 +38,10 @@ class History:
 
     def sent(self, digests: bytes, now_s: float) -> BlockEvents:
         """A prompt was sent whose full blocks have these digests, packed, the first block's first."""
-        chain = split_digests(digests[: self._max_blocks * DIGEST_BYTES])
+        digests = digests[: self._max_blocks * DIGEST_BYTES]
+        if now_s - self._sent_s.get(digests[-DIGEST_BYTES:], -math.inf) < RENEW_S:  # so were all before it
+            return _NOTHING
+        chain = split_digests(digests)
         new = [digest for digest in chain if digest not in self._sent_s]
         for digest in reversed(chain):
             self._sent_s.pop(digest, None)

@@ -131,21 +131,31 @@ class Replica:
     @property
     def load(self) -> Load:
         """As last reported, plus what this gateway has sent since, less what has ended."""
-        reported, flights = self._reported, list(self._flights.values())
-        new = [flight for flight in flights if flight.sent_s > self._reported_s]
-        queued = [flight for flight in flights if not flight.started]
-        batch = [flight for flight in flights if flight.lane == "batch"]
-        waiting = reported.waiting + sum(not flight.started for flight in new)
-        running = max(0, reported.running - self._ended) + sum(flight.started for flight in new)
-        backlog = sum(flight.cost for flight in queued)
+        reported, reported_s = self._reported, self._reported_s
+        waiting, running = reported.waiting, max(0, reported.running - self._ended)
+        backlog, new_tokens = 0, 0  # `new`: behind the report
+        batch_waiting, batch_running, batch_backlog = 0, 0, 0
+        for flight in self._flights.values():
+            is_new, is_batch = flight.sent_s > reported_s, flight.lane == "batch"
+            if flight.started:
+                running += is_new
+                batch_running += is_batch
+                continue
+            backlog += flight.cost
+            if is_new:
+                waiting += 1
+                new_tokens += flight.cost
+            if is_batch:
+                batch_waiting += 1
+                batch_backlog += flight.cost
         if reported.waiting_tokens is not None:
-            backlog = max(backlog, reported.waiting_tokens + sum(flight.cost for flight in new if not flight.started))
+            backlog = max(backlog, reported.waiting_tokens + new_tokens)
         total = self._hello.num_blocks if self._hello else 0
         live = min(total, round(reported.kv_used * total))
         cached = min(total - live, max(0, self._indexed - live))
         return Load(
             waiting=waiting,
-            running=max(running, len(flights) - waiting),
+            running=max(running, len(self._flights) - waiting),
             prefill_backlog=backlog,
             free_blocks=total - live - cached,
             cached_blocks=cached,
@@ -154,9 +164,9 @@ class Replica:
             decode_tokens_per_s=reported.decode_tokens_per_s,
             draining=self.draining,
             leased_blocks=self.leases.leased_blocks,
-            batch_waiting=sum(not flight.started for flight in batch),
-            batch_running=sum(flight.started for flight in batch),
-            batch_backlog=sum(flight.cost for flight in batch if not flight.started),
+            batch_waiting=batch_waiting,
+            batch_running=batch_running,
+            batch_backlog=batch_backlog,
         )
 
     @property
@@ -314,7 +324,7 @@ class Replica:
         number = next(self._numbers)
         flight = self._flights[number] = _Flight(request.tenant.name, max(0, cost), request.lane, self._clock())
         self._counts["requests"] += 1
-        answer, tokens = Answer(target, sampling, prompt, request.constraint), 0
+        answer, tokens = Answer(target, sampling, prompt, request.constraint, call.ids), 0
         response: aiohttp.ClientResponse | None = None
         try:
             with self._translated():

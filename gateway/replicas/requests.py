@@ -44,12 +44,13 @@ _CHUNK_TOKENS: Final = 16
 
 
 class Call(NamedTuple):
-    """An HTTP request. The answer is a stream of events, or a body where `whole`."""
+    """An HTTP request. The answer is a stream of events, or a body where `whole`. `ids`: JSON of the prompt's."""
 
     path: str
     body: bytes
     headers: Mapping[str, str]
     whole: bool
+    ids: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,8 @@ def takes_salt(facts: ServerFacts) -> bool:
 def write(target: Target, prompt: EncodedPrompt, sampling: Sampling, request: Request, salt: str) -> Call:
     """The request that continues a prompt, under a salt that is empty where the server takes none. Raises
     UnsupportedError for what the server cannot do."""
-    ids = array("I", prompt.tokens).tolist()
-    path, body = _WRITERS[target.facts.kind](target, ids, sampling, request)
+    ids = orjson.dumps(array("I", prompt.tokens).tolist())
+    path, body = _WRITERS[target.facts.kind](target, orjson.Fragment(ids), sampling, request)
     if salt:
         salt = salt if request.use_cache else uuid.uuid4().hex  # shares with nobody
         body["cache_salt"] = salt
@@ -98,7 +99,7 @@ def write(target: Target, prompt: EncodedPrompt, sampling: Sampling, request: Re
     headers = {"x-request-id": request.request_id}
     if target.facts.ranks > 1:
         headers["X-data-parallel-rank"] = str(target.rank)
-    return Call(path, orjson.dumps(body), headers, not body["stream"])
+    return Call(path, orjson.dumps(body), headers, not body["stream"], ids)
 
 
 def _lacks(target: Target, what: str, param: str | None) -> UnsupportedError:
@@ -110,7 +111,7 @@ def _lacks(target: Target, what: str, param: str | None) -> UnsupportedError:
 Body = dict[str, Any]
 
 
-def _vllm(target: Target, ids: list[int], sampling: Sampling, request: Request) -> tuple[str, Body]:
+def _vllm(target: Target, ids: orjson.Fragment, sampling: Sampling, request: Request) -> tuple[str, Body]:
     body: Body = {
         **_completion(target, ids, sampling),
         "top_k": sampling.top_k or -1,
@@ -134,7 +135,7 @@ def _vllm(target: Target, ids: list[int], sampling: Sampling, request: Request) 
     return "v1/completions", body
 
 
-def _completion(target: Target, ids: list[int], sampling: Sampling) -> Body:
+def _completion(target: Target, ids: orjson.Fragment, sampling: Sampling) -> Body:
     """What vLLM's and TensorRT-LLM's completions share."""
     return {
         "model": target.facts.models[0],
@@ -207,7 +208,7 @@ _REFERENCE: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|@(\w+)'
 """Strings and regular expressions, in which nothing is a reference, and references."""
 
 
-def _sglang(target: Target, ids: list[int], sampling: Sampling, request: Request) -> tuple[str, Body]:
+def _sglang(target: Target, ids: orjson.Fragment, sampling: Sampling, request: Request) -> tuple[str, Body]:
     params: Body = {
         "max_new_tokens": max(1, sampling.max_tokens),
         "temperature": sampling.temperature,
@@ -240,7 +241,7 @@ def _sglang(target: Target, ids: list[int], sampling: Sampling, request: Request
     return "generate", body
 
 
-def _tensorrt(target: Target, ids: list[int], sampling: Sampling, request: Request) -> tuple[str, Body]:
+def _tensorrt(target: Target, ids: orjson.Fragment, sampling: Sampling, request: Request) -> tuple[str, Body]:
     """Its API refuses fields that it does not know."""
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
         raise _lacks(target, "log probabilities by token id", "logprobs")
@@ -264,7 +265,7 @@ def _tensorrt(target: Target, ids: list[int], sampling: Sampling, request: Reque
     return "v1/completions", {name: value for name, value in body.items() if value is not None}
 
 
-_WRITERS: Final[Mapping[Kind, Callable[[Target, list[int], Sampling, Request], tuple[str, Body]]]] = {
+_WRITERS: Final[Mapping[Kind, Callable[[Target, orjson.Fragment, Sampling, Request], tuple[str, Body]]]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "tensorrt-llm": _tensorrt,
@@ -303,12 +304,14 @@ class Answer:
         sampling: Sampling,
         prompt: EncodedPrompt | None = None,
         constraint: Constraint | None = None,
+        ids: bytes = b"",
     ) -> None:
-        """`prompt` is what was sent; None: what the server says of its prompt is not compared."""
+        """`prompt` is what was sent; None: what the server says of its prompt is not compared. `ids`: see Call."""
         self._target = target
         self._prompt = prompt
         self._sampling = sampling
         self._constraint = constraint
+        self._echo = ids if sampling.prompt_logprobs is None else b""
         self._read = {"sglang": self._read_sglang}.get(target.facts.kind, self._read_completion)
         self._seen = 0  # tokens, SGLang's
         self._last: SequenceUpdate | None = None  # with `finish`, until the end of the body
@@ -322,6 +325,8 @@ class Answer:
         EngineFailedError for what is no answer."""
         if data == b"[DONE]":
             return None
+        if self._echo:
+            data, self._echo = _without(data, self._echo), b""
         try:
             event = orjson.loads(data)
         except ValueError:
@@ -425,6 +430,13 @@ class Answer:
             self.ended = True
             update.cached_tokens = self.cached_tokens
         return update
+
+
+def _without(data: bytes, ids: bytes) -> bytes:
+    """vLLM's first event, or answer, without the prompt's ids where they are what was sent: so they are compared
+    without being parsed."""
+    key, found, rest = data.partition(b'"prompt_token_ids":')
+    return b"".join((key, found, b"null", rest[len(ids) :])) if found and rest.startswith(ids) else data
 
 
 def wrong_count(sent: int, counted: int) -> str | None:

@@ -237,7 +237,7 @@ class LeaseKeeper:
             await self._sync()
         held = self._prefix(joined.target.hello.incarnation, prompt.digests) if request.use_cache else 0
         self._plan.sent(max(0, prompt.num_tokens - held * leases.block_size))
-        self._woken.set()
+        self._look_soon()
         return leases.open(prompt, request, self._clock(), self._plan.pushed, held * leases.block_size)
 
     def heard(self, claim: Claim, update: SequenceUpdate) -> None:
@@ -264,7 +264,12 @@ class LeaseKeeper:
     def ended(self, tokens: int) -> None:
         """An answer of so many tokens."""
         self._plan.sent(tokens)
-        self._woken.set()
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        """Something was stored, so a leased prefix may be due."""
+        if self.leased_blocks:
+            self._woken.set()
 
     def _taken(self, leases: PrefixLeases) -> int:
         return self._taken_blocks() * leases.block_size + leases.leased_tokens

@@ -132,7 +132,7 @@ class _Replica:
         prompt, count = asked["prompt"], asked["max_tokens"]
         base = {"id": "cmpl-" + "0" * 24, "object": "text_completion", "created": 1, "model": "demo"}
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        details = {"prompt_tokens_details": {"cached_tokens": 0}}
+        details = {"prompt_tokens_details": {"cached_tokens": (len(prompt) - 1) // 16 * 16}}
         usage = {
             "prompt_tokens": len(prompt),
             "completion_tokens": count,
@@ -141,6 +141,8 @@ class _Replica:
         }
         if not asked.get("stream"):
             choice = {"index": 0, "text": "", "token_ids": [self._word] * count, "finish_reason": "length"}
+            choice |= {"prompt_token_ids": prompt}
+            await asyncio.sleep(INTERVAL_S)
             return web.json_response({**base, "choices": [choice], "usage": usage})
         await response.prepare(request)
         for number in range(count):

@@ -247,6 +247,9 @@ def make_app(
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
+            prefill_tokens_per_s=lambda name: next(
+                (one.load.prefill_tokens_per_s for one in state["engines"] if one.name == name), 0.0
+            ),
             queue=queue.status,
             prompts=lambda: {"demo": {"segment_hits": 3, "tokenizer": "tiktoken"}},
             embeddings=given.embedder.figures,

@@ -31,6 +31,15 @@ def test_a_prompt_that_continues_another_renews_it() -> None:
     assert len(history) == 3
 
 
+def test_a_prompt_that_was_just_sent_is_not_walked_again() -> None:
+    history = History(ttl_s=120, max_blocks=100)
+    history.sent(chain(1, 2), 0)
+    assert history.sent(chain(1, 2), 0.5) == history.sent(chain(1), 0.5) == BlockEvents()
+    assert history.sent(chain(1, 2, 3), 0.5).stored == chain(1, 2, 3)[-16:]
+    history.sent(chain(1, 2, 3), 60)
+    assert history.expired(130) == BlockEvents()
+
+
 def test_what_was_sent_longest_ago_makes_room() -> None:
     history = History(ttl_s=120, max_blocks=4)
     history.sent(chain(1, 2), 0)

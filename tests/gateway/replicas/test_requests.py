@@ -258,6 +258,21 @@ def test_a_sglang_repeats_what_it_said_before_or_not(cumulative: bool) -> None:
     assert scores == [TokenLogprobs(-0.5 * token, ((token, -0.5 * token),)) for token in (7, 8, 9)]
 
 
+@pytest.mark.parametrize("space", [b"", b" "])
+@pytest.mark.parametrize(
+    ("echo", "wrong"),
+    [(b"[5,6,7]", None), (b"[5,6,8]", "tokens that differ"), (b"[5,6,7,8]", "4 tokens in place of 3")],
+)
+def test_what_a_vllm_says_of_its_prompt_is_compared(space: bytes, echo: bytes, wrong: str | None) -> None:
+    call = write(target(), PROMPT, Sampling(4), request(), "")
+    answer = Answer(target(), Sampling(4), PROMPT, ids=call.ids)
+    event = orjson.dumps(chunk(5, 6, 7, prompt_token_ids=None))
+    key = b'"prompt_token_ids":'
+    update = answer.feed(event.replace(key + b"null", key + space + echo.replace(b",", b"," + space)))
+    assert update == SequenceUpdate(0, [5, 6, 7])
+    assert answer.wrong == wrong
+
+
 def test_an_answer_that_breaks_off_has_no_last_update() -> None:
     assert read(target(), Sampling(4), chunk(8)) == [SequenceUpdate(0, [8])]
 
