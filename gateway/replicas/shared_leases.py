@@ -1,12 +1,15 @@
 """The leases of one replica in Redis, so that all gateways know the same ones, and a gateway that starts learns them.
 
 Each gateway keeps its own book (prefix_leases.py) and enters here what it grants and renews; `sync` returns what others
-did. Two gateways that grant at the same moment may differ for a moment in what fits the budget.
+did. Two gateways that grant at the same moment may differ for a moment in what fits the budget. One of those that
+`sync` is to touch, where no KV events say which; it hears how much the others stored.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import uuid
 from collections import Counter
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -32,6 +35,9 @@ AT_ONCE: Final = 32
 PURGE_S: Final = 60.0
 """For which gateways hear of a purge."""
 
+TOUCHER_S: Final = 3.0
+"""Without a `sync`, after which another gateway touches."""
+
 RENEW_SHARE: Final = 0.02
 """Of its time to live, by which a lease is renewed here at least."""
 
@@ -55,12 +61,16 @@ class SharedLease(NamedTuple):
 
 
 class SharedLeases:
-    """`sync` writes what `put` and `purge` were told, and reads. Belongs to one event loop."""
+    """`sync` writes what `put` and `purge` were told, and reads. Belongs to one event loop.
+
+    leads         whether this gateway is to touch; while Redis does not answer each one is
+    others_tokens that others stored since this was made
+    """
 
     def __init__(self, calls: RedisCalls, model: str, name: str) -> None:
         """name  of the replica and its namespace"""
         tag = xxhash.xxh3_64_hexdigest(model.encode())  # in a cluster beside the blocks
-        self._keys = [f"kvasir:{{{tag}}}:leases:{part}:{name}" for part in ("changes", "heads", "tokens")]
+        self._keys = [f"kvasir:{{{tag}}}:leases:{part}:{name}" for part in ("changes", "heads", "tokens", "touching")]
         self._calls = calls
         self._script = calls.script(__package__, "shared_leases.lua")
         self._revision = 0.0
@@ -68,6 +78,11 @@ class SharedLeases:
         self._bytes = Counter[str]()  # tenant -> token bytes of known ones
         self._waiting: dict[str, tuple[bytes, bytes, float]] = {}  # id -> head, tokens, Unix second of its end
         self._ended: list[str] = []
+        self._owner = uuid.uuid4().hex
+        self._told = 0  # of `own_tokens`, that were sent
+        self._stored = math.inf  # by all gateways, as Redis said last
+        self._before = 0  # stored by others, before this was made
+        self.leads, self.others_tokens = True, 0
 
     def put(self, lease: Lease, tokens: bytes, ahead_s: float) -> None:
         """A lease that was granted or renewed. `ahead_s`: Unix time less the clock of the leases."""
@@ -94,26 +109,31 @@ class SharedLeases:
         self._known[name] = SharedLease("", "", b"", PURGE_S, unix_s)
         self._waiting[name] = orjson.dumps([None, salt_prefix, PURGE_S, unix_s]), b"", unix_s + PURGE_S
 
-    async def sync(self, unix_s: float) -> list[SharedLease | str]:
+    async def sync(self, unix_s: float, own_tokens: int = 0) -> list[SharedLease | str]:
         """What others did since the last time, in order; a text is a purge of salts that begin so. Empty where Redis
-        does not answer: what was to be written is written later."""
+        does not answer: what was to be written is written later. `own_tokens`: that this gateway stored so far."""
         self._forget([name for name, one in self._known.items() if one.end_unix_s <= unix_s])
         names, self._ended = self._ended, []
         writing = dict(list(self._waiting.items())[:AT_ONCE])
         lives_s = max((end_unix_s - unix_s for _, _, end_unix_s in writing.values()), default=0.0)
-        args: list[Any] = [repr(self._revision), max(1, round(lives_s * 1e3)), MAX_SHARED, len(names), *names]
+        args: list[Any] = [repr(self._revision), max(1, round(lives_s * 1e3)), MAX_SHARED]
+        untold, self._told = own_tokens - self._told, own_tokens
+        args += [self._owner, round(TOUCHER_S * 1e3), untold, len(names), *names]
         for name, (head, tokens, _) in writing.items():
             args += [name, head, tokens]
             del self._waiting[name]
         try:
             answer: Any = await self._calls.ask(self._script(keys=self._keys, args=args))
-            revision, *changes = answer
+            revision, leads, stored, *changes = answer
+            self._hear(own_tokens, bool(leads), int(stored))
             heads = dict(zip(changes[::2], changes[1::2], strict=True))
             unknown = [raw for raw in heads if raw.decode(errors="replace") not in self._known]
             found: Any = await self._calls.ask(self._calls.redis.hmget(self._keys[2], unknown)) if unknown else []
         except RedisDownError:
             self._waiting = {**writing, **self._waiting}
             self._ended += names
+            self._told -= untold
+            self.leads = True
             return []
         if float(revision) < self._revision:  # Redis lost everything
             self._revision = 0.0
@@ -123,6 +143,13 @@ class SharedLeases:
         tokens_of = dict(zip(unknown, found, strict=True))
         read = (read_or_skip(_STORE, partial(self._read, *item, tokens_of)) for item in heads.items())
         return [one for one in read if one is not None]
+
+    def _hear(self, own_tokens: int, leads: bool, stored: int) -> None:
+        others = stored - own_tokens
+        if stored < self._stored:  # the first answer, or Redis lost the sum
+            self._before = others - self.others_tokens
+        self.others_tokens = max(self.others_tokens, others - self._before)
+        self._stored, self.leads = stored, leads
 
     def _read(self, raw: bytes, head: bytes, tokens_of: dict[bytes, bytes | None]) -> SharedLease | str | None:
         """None for what this gateway wrote, and what is not there any more. Raises ValueError and others."""

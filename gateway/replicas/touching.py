@@ -8,8 +8,8 @@ evicted all the same, as KV events say, or is gone with a restart, is computed a
 One touch at a time for each replica, with a time limit; one that fails is tried again later and disturbs no request.
 Leases of a replica that drains, or is lost for LOST_S, move to others with the same namespace and tokenizer, which
 compute them in the same way; what has no room there stays, and is not touched.
-With Redis, the gateway that follows the events touches (follower.py). Without events the own prompts are all that is
-counted, and every gateway touches.
+With Redis one gateway touches: the one that follows the events (follower.py), without events one that counts what all
+gateways store (shared_leases.py).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TouchPlan:
     def __init__(self, capacity_tokens: int, page_tokens: int) -> None:
         self._capacity = capacity_tokens
         self._page = page_tokens
-        self._own = self._full = self._others = self._base = 0
+        self._own = self._full = self._others = self._base = self._unseen = 0
         self._ahead: int | None = None  # of the base, at most, since the last mark
         self._marks: dict[bytes, tuple[float, float]] = {}  # prefix -> `pushed` at its last touch, and how much is left
 
@@ -83,6 +83,11 @@ class TouchPlan:
     def pushed(self) -> float:
         """Tokens that were stored, by this gateway and by others, since the start."""
         return self._own + self._others
+
+    @property
+    def own(self) -> int:
+        """Of these, by this gateway."""
+        return self._own
 
     def sent(self, new_tokens: int) -> int:
         """So many tokens will be stored. Returns what is counted: a page that stays incomplete takes its place, without
@@ -99,6 +104,11 @@ class TouchPlan:
         if ahead > 0:
             self._others += ahead
             self._base += ahead
+
+    def store_unseen(self, tokens: int) -> None:
+        """Others stored so many since the start, which no event tells of."""
+        self._others += tokens - self._unseen
+        self._unseen = tokens
 
     def mark(self, name: bytes, used: float, taken: int) -> None:
         """A prefix was used when `pushed` was `used`. `taken` tokens are live, will soon be, or are leased."""
@@ -289,7 +299,8 @@ class LeaseKeeper:
         leases, shared = self._leases, self._shared
         if leases is None or shared is None:
             return
-        found, now, ahead_s = await shared.sync(self._wall()), self._clock(), self._ahead_s()
+        found = await shared.sync(self._wall(), self._plan.own)
+        now, ahead_s = self._clock(), self._ahead_s()
         for one in found:
             if isinstance(one, str):
                 leases.leases.purge(one)
@@ -307,7 +318,10 @@ class LeaseKeeper:
     @property
     def leads(self) -> bool:
         """Whether this gateway touches and moves its leases."""
-        return self._joined is None or self._joined.follower.leads
+        follower = self._joined and self._joined.follower
+        if follower is not None and (not follower.leads or follower.figures()["following"]):
+            return follower.leads
+        return self._shared is None or self._shared.leads
 
     async def hand_over(self, others: Iterable[LeaseKeeper]) -> None:
         """Moves the leases of a replica that drains, or is lost for LOST_S, to others that have room. Does nothing for
@@ -385,6 +399,8 @@ class LeaseKeeper:
         follower, plan, names = joined.follower, self._plan, list(leases.prefixes())
         figures, knows = follower.figures(), follower.trust == "exact"
         plan.store(figures["stored_blocks"] * leases.block_size)
+        if self._shared is not None and not figures["following"]:
+            plan.store_unseen(self._shared.others_tokens)
         plan.keep(names)
         seen = (knows, figures["removed_blocks"], figures["truncations"], len(names))
         if seen != self._seen:

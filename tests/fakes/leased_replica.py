@@ -72,7 +72,7 @@ class LeasedReplica:
     # -- the follower --------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        return self.counts
+        return {**self.counts, "following": self.events}
 
     def sent(self, digests: bytes) -> None:
         self.told.append(digests)

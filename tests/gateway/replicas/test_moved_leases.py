@@ -212,3 +212,30 @@ async def test_one_gateway_moves_and_the_others_hear_of_it(calls: RedisCalls) ->
         await keeper._sync()
     assert [keeper.leased_blocks for keeper in late] == [0, 16]
     await leave(*one, *two, *late)
+
+
+async def test_one_gateway_moves_leases_of_a_lost_replica(calls: RedisCalls) -> None:
+    old, new = LeasedReplica(64, name="old"), LeasedReplica(64, name="new")
+    gateways = [[server.gateway(calls) for server in (old, new)] for _ in range(2)]
+    await old.ask([*LONG, 7], 165, keeper=gateways[0][0])
+
+    async def known(counts: list[int]) -> bool:
+        for gateway in gateways:
+            await gateway[1]._sync()
+        return [keeper.leased_blocks for gateway in gateways for keeper in gateway] == counts
+
+    for gateway in gateways:
+        await gateway[0]._sync()
+        await gateway[0].leave()
+    assert await known([10, 0, 10, 0])
+    old.now = new.now = old.now + LOST_S
+    for gateway in gateways:
+        await gateway[0].hand_over([gateway[1]])
+    assert sorted(gateway[0].leased_blocks for gateway in gateways) == [0, 10]
+    left = [gateway[0].leased_blocks for gateway in gateways]
+    await until(lambda: known([left[0], 10, left[1], 10]))
+    old.now = new.now = old.now + RETRY_S
+    for gateway in gateways:
+        await gateway[0].hand_over([gateway[1]])
+    assert [gateway[0].leased_blocks for gateway in gateways] == [0, 0]
+    await leave(*(keeper for gateway in gateways for keeper in gateway))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 
@@ -12,6 +13,7 @@ from gateway.storage.redis_calls import RedisCalls, close, connect
 from gateway.types import Tenant
 from tests.fakes.leased_replica import TTL_S, LeasedReplica
 from tests.fakes.redis_process import RedisProcess
+from tests.fakes.waiting import until
 
 TOKENS = [random.Random(7).randrange(60_000) for _ in range(200)]
 
@@ -104,6 +106,53 @@ async def test_without_redis_each_gateway_keeps_its_own(own_redis: RedisProcess)
     assert (again.lease_read_tokens, again.leases_degraded) == (200, 0)
     await leave(one)
     await close(redis)
+
+
+async def test_without_events_one_gateway_touches_and_knows_what_all_of_them_store(calls: RedisCalls) -> None:
+    replica = LeasedReplica(64, events=False)
+    one, two = replica.keeper, replica.gateway(calls)
+    await one.leave()
+    one = replica.keeper = replica.gateway(calls)
+    await replica.ask([*TOKENS[:160], 1], 160, keeper=one)
+    for keeper in (one, two):
+        await keeper._sync()
+    leader, other = (one, two) if one.leads else (two, one)
+    assert (leader.leads, other.leads) == (True, False)
+    replica.keeper = leader
+    await replica.look()
+    replica.bodies.clear()
+    assert leader._shared is not None
+    assert other._shared is not None
+    for keeper in (leader, other):
+        await keeper._sync()
+    before = other._shared.others_tokens - leader._plan.own
+    for number in range(40):
+        await replica.ask([number] * 160, tenant="b", keeper=other)
+        await asyncio.gather(*(other._sync() for _ in range(3)))
+        await leader._sync()
+        await replica.look()
+        assert replica.cached(TOKENS[:160]) == 160
+    assert 40 * 160 / 1024 * 2 < len(replica.bodies) < 40 * 160 / 1024 * 5
+    for keeper in (leader, other):
+        await keeper._sync()
+    stored = other._plan.own
+    assert leader._shared.others_tokens == stored
+    assert other._shared.others_tokens - leader._plan.own == before
+    await calls.redis.flushall()
+    for keeper in (leader, other):
+        await keeper._sync()
+    await replica.ask([77] * 160, tenant="b", keeper=other)
+    for keeper in (other, leader):
+        await keeper._sync()
+    assert leader._shared.others_tokens == other._plan.own > stored
+    await leave(leader)
+    await until(lambda: takes_over(other))
+    await leave(other)
+
+
+async def takes_over(keeper: LeaseKeeper) -> bool:
+    await keeper._sync()
+    return keeper.leads
 
 
 async def leave(*keepers: LeaseKeeper) -> None:
