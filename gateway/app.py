@@ -128,7 +128,14 @@ class Gateway:
         self.hot_prefixes = HotPrefixes()
         configured = [self._server(one, self.replica_keys.get(one.name)) for one in settings.replicas]
         registry = self.registry
-        self.fleet = Fleet(configured, self._added_server, registry.attach, registry.detach, self._calls())
+        self.fleet = Fleet(
+            configured,
+            self._added_server,
+            registry.attach,
+            registry.detach,
+            self._calls(),
+            worth=lambda name: self.receipts.of(name).get("recent_tokens", 0.0),
+        )
         self.warmer = Warmer(
             self.hot_prefixes, lambda: self.fleet.replicas, lambda: self.queue.waiting, self.memory.prefix
         )

@@ -12,6 +12,7 @@ What a change means, and where it holds, is in replicas/fleet.py. States:
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Protocol, get_args
 
 from aiohttp import web
@@ -66,6 +67,8 @@ class Fleet(Protocol):
     async def drain(self, name: str, *, draining: bool = True) -> None: ...
 
     async def remove(self, name: str, *, force: bool = False) -> None: ...
+
+    async def worth(self) -> Mapping[str, float]: ...
 
 
 class ReplicaPages:
@@ -129,12 +132,12 @@ class ReplicaPages:
     async def drain_least(self, http: web.Request) -> web.Response:
         """POST /admin/replicas/drain"""
         model = read_query(http.query, LEAST).get("model")
-        statuses = await self._statuses()
-        name = choose_least([one for one in statuses if model is None or one.model == model])
+        statuses, shared = await self._statuses(), await self._fleet.worth()
+        name = choose_least([one for one in statuses if model is None or one.model == model], shared)
         if name is None:
             raise BadRequestError("No replica can be drained: none that is joined has another one with its model.")
         await self._fleet.drain(name)
-        return _done(name, "draining", worth_tokens=worth_of(statuses))
+        return _done(name, "draining", worth_tokens=worth_of(statuses, shared))
 
     async def remove(self, http: web.Request) -> web.Response:
         """DELETE /admin/replicas/{name}"""
@@ -147,22 +150,23 @@ class ReplicaPages:
         return sources.engines()
 
 
-def worth_of(statuses: Sequence[EngineStatus]) -> dict[str, int]:
+def worth_of(statuses: Sequence[EngineStatus], shared: Mapping[str, float] = MappingProxyType({})) -> dict[str, int]:
     """Server -> what its cache is worth: tokens that requests did not have to compute there, each counting half
-    after every ten minutes (receipts.py). A cache that nothing hits is worth nothing, however full it is."""
+    after every ten minutes (receipts.py). A cache that nothing hits is worth nothing, however full it is.
+    `shared`: to all gateways, where that is known."""
     worth: dict[str, float] = {}
     for one in statuses:
         if one.replica:
             server = one.replica["server"]
             worth[server] = worth.get(server, 0.0) + one.receipts.get("recent_tokens", 0.0)
-    return {server: round(tokens) for server, tokens in worth.items()}
+    return {server: round(shared.get(server, tokens)) for server, tokens in worth.items()}
 
 
-def choose_least(statuses: Sequence[EngineStatus]) -> str | None:
+def choose_least(statuses: Sequence[EngineStatus], shared: Mapping[str, float] = MappingProxyType({})) -> str | None:
     """The server whose cache is worth least, of those that get requests and whose model another engine serves, too.
     Among equals the one with the fewest requests, then the first name. Pure."""
     ready = [one for one in statuses if one.state == "ready"]
-    worth = worth_of(ready)
+    worth = worth_of(ready, shared)
     found: list[tuple[float, int, str]] = []
     for server, tokens in worth.items():
         own = [one for one in ready if one.replica.get("server") == server]

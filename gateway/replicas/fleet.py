@@ -6,6 +6,7 @@
 With Redis a change reaches every gateway and worker within SYNC_S, and is there after a restart: they are a small hash,
 name -> change. A gateway that knows a change which Redis lost writes it again. A server of the settings stays as they
 have it: of a change with its name only `draining` counts. Without Redis changes are this gateway's, until it ends.
+Beside it lies, for a minute or two, what each gateway says that the servers' caches are worth.
 
 Knows servers as far as they are named, started, drained and stopped; joining.py has their life.
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -33,6 +36,10 @@ from gateway.storage.redis_calls import RedisCalls, read_or_skip
 log = logging.getLogger(__name__)
 
 KEY: Final = "kvasir:fleet:replicas"
+WORTH_KEY: Final = "kvasir:fleet:worth"
+WORTH_S: Final = 60
+"""For which what a gateway that is gone said counts at least; twice as long at most."""
+
 _STORE: Final = "changes of the fleet"
 SYNC_S: Final = 1.0
 MAX_CHANGES: Final = 512
@@ -93,17 +100,20 @@ class Fleet:
         detach: Callable[[Any], Awaitable[None]],
         calls: RedisCalls | None,
         now: Callable[[], float] = time.time,
+        worth: Callable[[str], float] = lambda _: 0.0,
     ) -> None:
         """
         configured      those of the settings
         open_server     makes one that is added, without starting it; raises BadRequestError where that cannot be
         attach, detach  the registry's: make a replica known, and start it; stop it
         calls           None without Redis
+        worth           of a replica's cache to this gateway, in tokens
         """
         self._configured = {one.settings.name for one in configured}
         self._servers: dict[str, Server[Any]] = {one.settings.name: one for one in configured}
         self._open, self._attach, self._detach = open_server, attach, detach
-        self._calls, self._now = calls, now
+        self._calls, self._now, self._worth = calls, now, worth
+        self._owner = uuid.uuid4().hex
         self._changes: dict[str, Change] = {}
         self.unusable: dict[str, str] = {}  # name of one that was added elsewhere -> why it is not used here
         self._lock = asyncio.Lock()
@@ -205,7 +215,34 @@ class Fleet:
         async with self._lock:
             with suppress(RedisDownError):
                 await self._read()
+                await self._tell_worth()
             await self._settle()
+
+    async def worth(self) -> Mapping[str, float]:
+        """Server -> what its cache is worth to all gateways, in tokens. Empty without Redis. Raises RedisDownError."""
+        total = Counter[str]()
+        if self._calls is not None:
+            await self._tell_worth()
+            redis: Any = self._calls.redis
+            found = dict[bytes, bytes]()  # by gateway, the latest
+            for key in self._worth_keys():
+                found |= await self._calls.ask_or_skip(_STORE, redis.hgetall(key), {})
+            for value in found.values():
+                total.update(read_or_skip(_STORE, partial(_read_worth, value)))
+        return total
+
+    async def _tell_worth(self) -> None:
+        if self._calls is not None:
+            own = {name: sum(self._worth(one.name) for one in each.replicas) for name, each in self._servers.items()}
+            redis: Any = self._calls.redis
+            *_, key = self._worth_keys()
+            await self._calls.ask(redis.hset(key, self._owner, orjson.dumps(own)))
+            await self._calls.ask(redis.expire(key, 2 * WORTH_S))
+
+    def _worth_keys(self) -> list[str]:
+        """A hash for each time, so that what gateways said that are gone goes with it: the last one and this."""
+        at = int(self._now()) // WORTH_S
+        return [f"{WORTH_KEY}:{at - 1}", f"{WORTH_KEY}:{at}"]
 
     async def _read(self) -> None:
         """Takes over what Redis has, and gives back what it lost. Raises RedisDownError."""
@@ -289,6 +326,11 @@ def _settings(table: Mapping[str, Any]) -> ReplicaSettings:
 
 def _refused(param: str, why: str) -> BadRequestError:
     return BadRequestError(f"Invalid '{param}': {why}.", param=param, code="invalid_value")
+
+
+def _read_worth(value: bytes) -> dict[str, float]:
+    """Raises ValueError and others for what no gateway wrote."""
+    return {server: float(tokens) for server, tokens in orjson.loads(value).items()}
 
 
 def _written(change: Change) -> bytes:

@@ -44,10 +44,12 @@ class FakeGateway:
     clock: Callable[[], float] = lambda: 1e9
     refuses: str = ""  # why it can use none that is added
     attached: dict[str, FakeMember] = field(default_factory=dict)
+    worth: dict[str, float] = field(default_factory=dict)  # of replicas' caches, to this gateway
 
     def __post_init__(self) -> None:
         servers = [FakeServer(settings_of(name)) for name in self.configured]
-        self.fleet = Fleet(servers, self._open, self._attach, self._detach, self.calls, self.clock)
+        worth = lambda name: self.worth.get(name, 0.0)  # noqa: E731
+        self.fleet = Fleet(servers, self._open, self._attach, self._detach, self.calls, self.clock, worth)
 
     def _open(self, settings: ReplicaSettings) -> FakeServer:
         if self.refuses:

@@ -165,6 +165,14 @@ def test_the_cache_that_saved_least_lately_is_the_one() -> None:
     assert choose_least([status("a", 900), status("b", 20), status("c", 300)]) == "b"
 
 
+def test_what_other_gateways_reuse_counts() -> None:
+    statuses = [status("a", 900), status("b", 20)]
+    shared = {"a": 950.0, "b": 1000.0, "c": 1.0}
+    assert worth_of(statuses, shared) == {"a": 950, "b": 1000}
+    assert choose_least(statuses, shared) == "a"
+    assert choose_least(statuses, {"b": 1000.0}) == "a"
+
+
 def test_ranks_of_a_server_count_together() -> None:
     ranks = [status("a", 100), status("a", 100, rank=1), status("b", 150)]
     assert worth_of(ranks) == {"a": 200, "b": 150}

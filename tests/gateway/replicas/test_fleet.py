@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequestError, NotFoundError, RedisDownError
-from gateway.replicas.fleet import KEPT_S, KEY
+from gateway.replicas.fleet import KEPT_S, KEY, WORTH_KEY, WORTH_S
 from gateway.storage.redis_calls import RedisCalls, close, connect
 from tests.fakes.clock import Clock
 from tests.fakes.fleet import FakeGateway, table_of
@@ -164,6 +164,31 @@ async def test_a_removed_name_is_forgotten_in_the_end(redis_url: str) -> None:
             return bool(await redis.hlen(KEY) == 0)
 
         await until(forgotten)
+
+
+async def test_what_a_cache_is_worth_is_summed_over_gateways_that_live(redis_url: str) -> None:
+    clock = Clock()
+    async with gateways(redis_url, 1, "a", "b", clock=clock) as [one]:
+        async with gateways(redis_url, 1, "a", "b", clock=clock) as [other]:
+            one.worth, other.worth = {"a": 100.5, "b": 10.0}, {"b": 200.0}
+            await other.fleet.worth()
+            assert await one.fleet.worth() == {"a": 100.5, "b": 210.0}
+            other.worth = {"b": 150.0}
+
+            async def heard() -> bool:
+                return await one.fleet.worth() == {"a": 100.5, "b": 160.0}
+
+            await until(heard)
+        assert one.calls is not None
+        redis: Any = one.calls.redis
+        for key in await redis.keys(WORTH_KEY + "*"):
+            assert 0 < await redis.ttl(key) <= 2 * WORTH_S
+            await redis.hset(key, "x", b"[1]")
+        assert (await one.fleet.worth())["a"] == 100.5
+        clock.now_s += 2 * WORTH_S
+        assert await one.fleet.worth() == {"a": 100.5, "b": 10.0}
+    async with gateways(None, 1, "a") as [alone]:
+        assert await alone.fleet.worth() == {}
 
 
 async def test_what_no_gateway_wrote_is_passed_over(redis_url: str) -> None:
