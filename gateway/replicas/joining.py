@@ -108,7 +108,7 @@ class Server:
         self._hot, self._leases = hot, leases
         self._followers: list[Follower] = []
         self._told = ""  # why it is not joined, as the log says
-        self._no_events = ""  # why there are none, as the log says
+        self._warned: dict[str, str] = {}  # what the log says of it, by topic
         self._task: asyncio.Task[None] | None = None
         self.replicas = [self._replica(0)]
 
@@ -185,9 +185,7 @@ class Server:
         settings = self.settings
         # 1. What is it, and can it be used?
         facts = await find_facts(session, settings)
-        if facts.no_events not in ("", self._no_events):
-            log.warning("replica %s: no KV events: %s", settings.name, facts.no_events)
-        self._no_events = facts.no_events
+        self._warn_once("no KV events", facts.no_events)
         if (refusal := find_refusal(facts)) is not None:
             raise ServerError(f"replica {settings.name} ({settings.url}): {refusal}")
         if not takes_salt(facts) and self._needs_salt:
@@ -207,6 +205,10 @@ class Server:
             raise ServerError(f"replica {settings.name} ({settings.url}): {error}") from None
         self._rendering = Rendering(session, settings, facts, hellos[0], self._prompts, speller(tokenizer.files))
         await self._rendering.start()
+        if settings.kind == "vllm":
+            eos = tokenizer.files.special_tokens.get("eos_token", "")
+            why = "" if await self._rendering.ends_turns(eos) else f"no turn ends with eos_token {eos!r}, and vLLM"
+            self._warn_once("structured output may not end", why and f"{why} lets it end with no other token")
         # 3. and 4. Each rank is a replica, and its events are followed.
         while len(self.replicas) < facts.ranks:
             self.replicas.append(self._replica(len(self.replicas)))
@@ -220,6 +222,12 @@ class Server:
             replica.join(Joined(Target(replica.name, facts, rank, hello), session, follower), self._rendering)
             log.info("engine %s joined: %s, incarnation %s", replica.name, hello.model, hello.incarnation)
         self._told = ""
+
+    def _warn_once(self, topic: str, why: str) -> None:
+        """Again only when the reason is another one; empty: there is none."""
+        if why not in ("", self._warned.get(topic)):
+            log.warning("replica %s: %s: %s", self.settings.name, topic, why)
+        self._warned[topic] = why
 
     async def _look_after(self, session: aiohttp.ClientSession) -> str:
         """Reads its load until it is lost. Returns why it is."""

@@ -28,7 +28,7 @@ from engine.protocol import Hello
 from gateway import tasks
 from gateway.config import ReplicaSettings
 from gateway.digests import derived_salt
-from gateway.errors import BadRequestError, EngineLostError, UnsupportedError
+from gateway.errors import BadRequestError, EngineLostError, KvasirError, UnsupportedError
 from gateway.replicas.base import ServerFacts
 from gateway.replicas.calls import NAMES, Caller, ServerError, mapping, whole
 from gateway.replicas.parity import (
@@ -107,6 +107,14 @@ class Rendering:
     async def stop(self) -> None:
         await tasks.cancel(self._watching)
         await tasks.cancel(self._audit)
+
+    async def ends_turns(self, token: str) -> bool:
+        """Whether it is in a conversation as we render one, beyond its begin; also where that cannot be known."""
+        try:
+            ids = await self._encode(CANARIES["turns"])
+        except KvasirError:
+            return True
+        return not token or token in map(self._spell, ids[1:])
 
     def figures(self) -> dict[str, Any]:
         """Shapes that differ, with the first token that does, shapes that were not compared, with the reason, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from gateway.digests import UNSALTED, derived_salt
 from gateway.replicas import joining
 from gateway.replicas.secret import FILE, FleetSecret
 from gateway.storage.redis_calls import RedisCalls, close, connect
-from tests.fakes.replica_server import ReplicaServer, replica_server
+from tests.fakes.replica_server import DEMO, ReplicaServer, replica_server
 from tests.fakes.waiting import until
 from tests.fakes.whole import Whole, whole
 
@@ -241,6 +242,30 @@ async def test_a_server_without_events_is_one_line_for_each_reason(caplog: pytes
             await until(lambda: said("does not say where") == 1)
             del server.answers["/kv_event_sources"]
             await until(lambda: said("publishes none") == 2)
+
+
+async def test_an_end_of_text_that_ends_no_turn_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(joining, "SILENT_S", 0.3)
+    folder = shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = orjson.loads((DEMO / "tokenizer_config.json").read_bytes())
+    (folder / "tokenizer_config.json").write_bytes(orjson.dumps({**config, "eos_token": "<|im_end|>"}))
+    async with replica_server() as odd, replica_server() as usual:
+        tables = [odd.settings("odd").model_dump(), usual.settings("usual", tokenizer=str(folder)).model_dump()]
+        async with whole(engines=0, sections={"replicas": tables}) as running:
+            running.gateway.attach_replicas()
+            await ready(running, 2)
+            for server in (odd, usual):
+                server.stalled |= {"/metrics"}
+            await ready(running, 0)
+            for server in (odd, usual):
+                server.stalled.clear()
+            await ready(running, 2)
+    lines = [line for line in caplog.messages if "structured output" in line]
+    why = "no turn ends with eos_token '<|endoftext|>', and vLLM lets it end with no other token"
+    assert lines == [f"replica odd: structured output may not end: {why}"]
 
 
 async def test_a_start_does_not_wait_for_servers_that_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
