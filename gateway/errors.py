@@ -268,6 +268,17 @@ class UpstreamTimeoutError(UpstreamLostError):
     for_good = False
 
 
+class UpstreamRefusedError(KvasirError):
+    """What an upstream of another API answered in place of an answer. `status` is its own."""
+
+    def __init__(
+        self, message: str, status: int, *, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, code=code, retry_after_s=retry_after_s)
+        self.status = status
+        self.type = "invalid_request_error" if status < 500 and status != 429 else "server_error"
+
+
 class EngineFailedError(KvasirError):
     """The engine is alive and cannot do this one."""
 

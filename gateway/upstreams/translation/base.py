@@ -1,0 +1,139 @@
+"""A request as another API writes it, and that API's answer as events: what a form has to have. Pure.
+
+    write   Request  -> the body that an upstream of this API is sent
+    read    its answer, whole or event by event -> TextDelta, CallDelta, why it ended
+
+The client's dialect parses the request and writes the answer, as for an engine (api/); stage.py sends it, counts its
+tokens and says what an error means. A form knows neither.
+
+What a request asks for and the API has no field for is an UnsupportedError that names the field; what changes nothing
+in the answer (caching hints, priority) is left out. Values that mean "as usual" are left out as well: several models
+refuse any temperature, even their own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from gateway.errors import UnsupportedError
+from gateway.types import CallDelta, ChatPrompt, FinishReason, Request, TextDelta
+
+Delta = TextDelta | CallDelta
+
+
+class Written(NamedTuple):
+    """A request to an upstream. `{model}` in the path stands for its name there; a body has it in `model`, if at all.
+
+    query  of the URL, without `?`
+    """
+
+    path: str
+    body: dict[str, Any]
+    query: str = ""
+
+
+class AnswerReader(ABC):
+    """Reads one answer. `reason` and `stop` (the stop string that ended it) are there once it says so.
+
+    Raises LookupError, TypeError, ValueError or AttributeError for what is no answer of this API, and
+    UpstreamRefusedError for an error in the place of one.
+    """
+
+    reason: FinishReason | None = None
+    stop: str | None = None
+
+    @abstractmethod
+    def event(self, event: Mapping[str, Any]) -> Iterator[Delta]:
+        """The data of one event of a stream, parsed. `[DONE]` is none."""
+
+    @abstractmethod
+    def whole(self, answer: Mapping[str, Any]) -> Iterator[Delta]:
+        """An answer that was not streamed."""
+
+
+class Form(ABC):
+    """One API. `dialect` as in the settings of upstreams."""
+
+    dialect: str
+
+    @abstractmethod
+    def write(self, request: Request, model: str) -> Written:
+        """`model`: its name at the upstream. Raises UnsupportedError for what this API has no field for."""
+
+    @abstractmethod
+    def reader(self, request: Request) -> AnswerReader:
+        """For its answer."""
+
+
+UNLIMITED: Final = 1 << 30
+"""Tokens of an answer: a limit from here on says that there is none."""
+
+
+def chat_of(request: Request, api: str) -> ChatPrompt:
+    """Its prompt. Raises UnsupportedError for one that is no chat."""
+    if not isinstance(request.prompt, ChatPrompt):
+        raise lacks(api, "text that is continued as it is; send a chat", request.prompt_param)
+    return request.prompt
+
+
+def lacks(api: str, what: str, param: str | None) -> UnsupportedError:
+    return UnsupportedError(f"This model is served by an API ({api}) that has no {what}.", param=param)
+
+
+def check_sampling(request: Request, api: str, takes: frozenset[str]) -> None:
+    """Raises UnsupportedError for the first parameter that would change the answer and is not among those that the API
+    takes, by their names in Sampling."""
+    sampling = request.sampling
+    usual: dict[str, Any] = {
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": (),
+        "stop_ids": (),
+        "ignore_eos": False,
+        "min_tokens": 0,
+        "prompt_logprobs": None,
+        "logprobs": None,
+    }
+    for name, value in usual.items():
+        if name not in takes and getattr(sampling, name) != value:
+            raise lacks(api, f"parameter like `{name}`", name)
+
+
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call in a message of a ChatPrompt. Empty for what is no object."""
+    written = call["function"].get("arguments")
+    if isinstance(written, str):
+        try:
+            written = orjson.loads(written)
+        except ValueError:
+            return {}
+    return written if isinstance(written, dict) else {}
+
+
+def arguments_text(call: Mapping[str, Any]) -> str:
+    """The same as JSON text, as it was written where it was text."""
+    written = call["function"].get("arguments")
+    return written if isinstance(written, str) else orjson.dumps(written or {}).decode()
+
+
+def call_id(call: Mapping[str, Any], message: int, number: int) -> str:
+    """The id of a call, made up where the client's API knows none: the same in the call and in its result."""
+    found = call.get("id")
+    return found if isinstance(found, str) and found else f"call_{message}_{number}"
+
+
+def called_names(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Ids of all calls of a conversation -> names of their tools."""
+    return {
+        call_id(call, at, number): call["function"]["name"]
+        for at, message in enumerate(messages)
+        for number, call in enumerate(message.get("tool_calls") or ())
+    }
