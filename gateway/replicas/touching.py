@@ -372,6 +372,8 @@ class LeaseKeeper:
         assert self._leases is not None
         used_s, now = lease.expires_s - lease.ttl_s, self._clock()
         own = self._leases.restore(lease.tenant, lease.salt, tokens, lease.ttl_s, used_s, now)
+        if self._leases.is_whole(own):
+            self._lost[own.digest] = None
         if own.state == "kept" and self._shared is not None:
             self._shared.put(own, tokens, self._ahead_s())
             self._share()

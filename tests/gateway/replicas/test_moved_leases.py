@@ -51,6 +51,7 @@ async def test_a_draining_replica_is_not_touched_and_another_one_keeps_what_it_k
         await new.ask(noise(300), tenant="b")
     update = await new.ask([*LONG, 8], 165)
     assert (update.lease_read_tokens, update.lease_write_tokens, update.lease_reads) == (165, 0, [165, 100])
+    assert new.keeper.figures()["lost"] == 0
     assert not old.bodies
     await leave(old.keeper, new.keeper)
 
