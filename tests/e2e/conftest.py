@@ -40,16 +40,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"with replicas: {DIFFERENT[item.originalname]}"))
 
 
+@pytest.fixture(scope="session")
+def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[vllm_fleet.Replicas]:
+    """Two real vLLM. Tests put gateways and salts of their own before them."""
+    with vllm_fleet.replicas(tmp_path_factory.mktemp("vllm")) as running:
+        yield running
+
+
 @pytest.fixture(scope="session", params=["bundled", pytest.param("vllm", marks=vllm_fleet.MARKS)])
-def replicas(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[vllm_fleet.Replicas | None]:
+def replicas(request: pytest.FixtureRequest) -> vllm_fleet.Replicas | None:
     """What these servers have as engines: each test runs with the bundled one (None), and with two vLLM."""
-    if request.param == "bundled":
-        yield None
-    else:
-        with vllm_fleet.replicas(tmp_path_factory.mktemp("vllm")) as running:
-            yield running
+    return None if request.param == "bundled" else request.getfixturevalue("vllms")
 
 
 def one_of(servers: Sequence[Server], request: pytest.FixtureRequest) -> Server:

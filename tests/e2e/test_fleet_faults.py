@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tests.fakes.redis_process import RedisProcess
 from tests.fakes.replica_process import WORDS, ReplicaProcess, next_token, stopped
 from tests.fakes.replica_server import DEMO
 from tests.fakes.server import Server
-from tests.fakes.vllm_server import free_ports
+from tests.fakes.vllm_server import Vllm, free_ports
 from tests.fakes.waiting import until
 
 TOKENS = 30
@@ -48,7 +48,9 @@ def expected(prompt: list[int]) -> str:
 class Fleet:
     """Two of each."""
 
-    def __init__(self, store: RedisProcess, replicas: list[ReplicaProcess], gateways: list[Server]) -> None:
+    def __init__(
+        self, store: RedisProcess, replicas: Sequence[ReplicaProcess | Vllm], gateways: Sequence[Server]
+    ) -> None:
         self.store, self.replicas, self.gateways = store, replicas, gateways
         self.killed: set[str] = set()  # URLs of gateways whose requests may be cut
         self.engines: set[str] = set()  # that answered
@@ -78,12 +80,17 @@ class Fleet:
         async with aiohttp.ClientSession(timeout=limit) as session, asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 group.create_task(client(number))
-            await until(lambda: self.answers >= least)
+            await until(lambda: self.answers >= least, ANSWER_S)
             yield
             goal, ending = self.answers + least, True
 
-    async def _ask(self, session: aiohttp.ClientSession, number: int) -> None:
+    def _draw(self) -> tuple[list[int], str]:
+        """A prompt, and what is to be answered."""
         prompt = self._random.choice(self._heads) + self._ids(self._random.randint(1, 80))
+        return prompt, expected(prompt)
+
+    async def _ask(self, session: aiohttp.ClientSession, number: int) -> None:
+        prompt, right = self._draw()
         streamed = number % 2 == 0
         body = {"model": "demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": streamed}
         url = self.gateways[number % len(self.gateways)].url
@@ -94,7 +101,7 @@ class Fleet:
                 raise
             other = next(one.url for one in self.gateways if one.url not in self.killed)
             text = await self._answer(session, other, body)
-        assert text == expected(prompt)
+        assert text == right
         self.answers += 1
 
     async def _answer(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> str:
@@ -114,7 +121,9 @@ class Fleet:
                 raise ConnectionError("the stream was cut")
             return text
 
-    async def index_is_equal(self, replicas: list[ReplicaProcess], *, via: int = 0, limit_s: float = INDEX_S) -> None:
+    async def index_is_equal(
+        self, replicas: Sequence[ReplicaProcess | Vllm], *, via: int = 0, limit_s: float = INDEX_S
+    ) -> None:
         """Waits until the index of these in Redis is what they hold. Nothing may be sent meanwhile."""
         async with aiohttp.ClientSession() as session, redis.asyncio.Redis.from_url(self.store.url) as client:
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fakes import vllm_server
-from tests.fakes.vllm_server import HOW, free_ports, installed, wait_ready
+from tests.fakes.vllm_server import EAGER, HOW, free_ports, installed, wait_ready
 from tests.fakes.waiting import until
 from tests.fakes.whole import Whole, whole
 
@@ -37,7 +37,7 @@ async def ask(running: Whole, text: str, *, kept: bool = False) -> tuple[Any, in
 
 async def test_leased_prefixes_survive_a_flood_of_three_times_the_cache(tmp_path: Path) -> None:
     events, replay = free_ports(2)
-    more: Any = {"dtype": "float32", "events": (events, replay), "cache_blocks": PAGES}
+    more: Any = {"dtype": "float32", "events": (events, replay), "cache_blocks": PAGES, "arguments": EAGER}
     with vllm_server.vllm(tmp_path / "vllm.log", NAME, **more) as url:
         await wait_ready(url)
         replica = {"name": "real", "kind": "vllm", "url": url, "model": f"demo = {NAME}"}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes import vllm_server
 from tests.fakes.replica_server import DEMO
-from tests.fakes.vllm_server import HOW, free_ports, installed, wait_ready
+from tests.fakes.vllm_server import EAGER, HOW, free_ports, installed, wait_ready
 from tests.fakes.whole import Whole, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not installed(), reason=HOW)]
@@ -51,7 +51,7 @@ async def test_a_vllm_with_another_template_answers_as_it_does_itself(tmp_path: 
         template = template.replace(old, new, 1)
     file = tmp_path / "other.jinja"
     file.write_text(template)
-    arguments = ("--chat-template", str(file), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    arguments = (*EAGER, "--chat-template", str(file), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     events, replay = free_ports(2)
     with vllm_server.vllm(
         tmp_path / "vllm.log", NAME, dtype="float32", events=(events, replay), arguments=arguments

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,14 +13,13 @@ import anthropic
 import pytest
 
 from gateway.digests import derived_salt
-from tests.fakes import vllm_server
-from tests.fakes.vllm_server import HOW, free_ports, installed, wait_ready
+from tests.fakes import vllm_fleet
 from tests.fakes.waiting import until
 from tests.fakes.whole import Whole, whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not installed(), reason=HOW)]
+pytestmark = vllm_fleet.MARKS
 
-NAME = "demo-vllm"
+NAME = "demo"
 BOOK = " ".join(f"In chapter {number} the traveller reaches the next town." for number in range(40))
 MESSAGES: Any = [{"role": "system", "content": BOOK}, {"role": "user", "content": "What comes next?"}]
 SCHEMA = {
@@ -36,7 +34,7 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": SCHE
 @asynccontextmanager
 async def gateway_of(url: str) -> AsyncIterator[Whole]:
     tenants = [{"name": name, "keys": [f"key-of-{name}-1"]} for name in ("a", "b")]
-    replica = {"name": "real", "kind": "vllm", "url": url, "model": f"demo = {NAME}"}
+    replica = {"name": "real", "kind": "vllm", "url": url, "model": NAME}
     sections = {"replicas": [replica], "tenants": tenants, "response_cache": {"mode": "off"}}
     async with whole(engines=0, sections=sections) as running:
         running.gateway.attach_replicas()
@@ -64,12 +62,9 @@ def cached(usage: Any) -> int:
     return int(usage.prompt_tokens_details.cached_tokens)
 
 
-async def test_a_vllm_is_an_engine(tmp_path: Path) -> None:
-    events, replay = free_ports(2)
-    with vllm_server.vllm(tmp_path / "vllm.log", NAME, dtype="float32", events=(events, replay)) as url:
-        await wait_ready(url)
-        async with gateway_of(url) as running:
-            await check(running, url)
+async def test_a_vllm_is_an_engine(vllms: vllm_fleet.Replicas) -> None:
+    async with gateway_of(vllms.urls[0]) as running:
+        await check(running, vllms.urls[0])
 
 
 async def check(running: Whole, url: str) -> None:
@@ -101,7 +96,7 @@ async def check(running: Whole, url: str) -> None:
     )
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == own["text"]
-    expected = (len(ids) - 1) // 128 * 128
+    expected = (len(ids) - 1) // vllm_fleet.BLOCK_TOKENS * vllm_fleet.BLOCK_TOKENS
     assert cached(chunks[-1].usage) == expected > 0
     headers = {"anthropic-version": "2023-06-01"}  # later ones have no temperature
     async with anthropic.AsyncAnthropic(

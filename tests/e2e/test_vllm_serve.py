@@ -95,7 +95,14 @@ def test_a_real_vllm_is_started_answers_and_reuses(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setattr("tests.fakes.server.START_LIMIT_S", vllm_server.START_LIMIT_S)
-    more = ("--engines-vllm-arguments", "--max-num-seqs 8", "--max-context-tokens", "2048", "--dtype", "float32")
+    more = (
+        "--engines-vllm-arguments",
+        "--max-num-seqs 8 --enforce-eager",
+        "--max-context-tokens",
+        "2048",
+        "--dtype",
+        "float32",
+    )
     starting = Server(tmp_path, "--engine", "vllm", "--model", "demo", *more)
     starting.ready_line = r"^Kvasir \S+ on (http://\S+)"  # vLLM prints a URL of its own before
     with starting as server:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from gateway.config import UpstreamSettings
+from tests.fakes import vllm_fleet
 from tests.fakes.gateway import Gateway, running
-from tests.fakes.vllm_server import HOW, installed, tap, vllm, wait_ready
+from tests.fakes.vllm_server import tap
 from tests.fakes.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not installed(), reason=HOW)]
+pytestmark = vllm_fleet.MARKS
 
-NAME = "demo-vllm"
+NAME = "demo"
 BOOK = " ".join(f"In chapter {number} the traveller reaches the next town." for number in range(40))
 
 
@@ -43,48 +42,47 @@ async def figure(gateway: Gateway, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-async def test_a_vllm_behind_the_gateway(tmp_path: Path) -> None:
-    with vllm(tmp_path / "vllm.log", NAME) as direct:
-        await wait_ready(direct)
-        async with tap(direct) as (url, told), running(upstreams=upstreams(url)) as gateway:
-            # 1. Bytes: whole, streamed with its usage, and in the other API.
-            asked: list[tuple[Any, str]] = [
-                (chat(), "/v1/chat/completions"),
-                (chat(stream=True, stream_options={"include_usage": True}), "/v1/chat/completions"),
-                ({"model": "book", "prompt": BOOK, "max_tokens": 8, "stream": True}, "/v1/completions"),
-                ({**chat(), "messages": chat()["messages"][1:], "system": BOOK, "stream": True}, "/v1/messages"),
-            ]
-            for number, (body, path) in enumerate(asked):
-                got = await post(gateway, body, path)
-                assert len(told) == number + 1
-                if path != "/v1/completions":
-                    assert got == told[number]
-                else:  # its usage was asked for by the gateway, and taken out again
-                    assert b'"prompt_tokens"' not in got
-                    assert b'"prompt_tokens"' in told[number]
+async def test_a_vllm_behind_the_gateway(vllms: vllm_fleet.Replicas) -> None:
+    direct = vllms.urls[0]
+    async with tap(direct) as (url, told), running(upstreams=upstreams(url)) as gateway:
+        # 1. Bytes: whole, streamed with its usage, and in the other API.
+        asked: list[tuple[Any, str]] = [
+            (chat(), "/v1/chat/completions"),
+            (chat(stream=True, stream_options={"include_usage": True}), "/v1/chat/completions"),
+            ({"model": "book", "prompt": BOOK, "max_tokens": 8, "stream": True}, "/v1/completions"),
+            ({**chat(), "messages": chat()["messages"][1:], "system": BOOK, "stream": True}, "/v1/messages"),
+        ]
+        for number, (body, path) in enumerate(asked):
+            got = await post(gateway, body, path)
+            assert len(told) == number + 1
+            if path != "/v1/completions":
+                assert got == told[number]
+            else:  # its usage was asked for by the gateway, and taken out again
+                assert b'"prompt_tokens"' not in got
+                assert b'"prompt_tokens"' in told[number]
 
-            # 2. Figures: those of vLLM, cached tokens among them.
-            before = [await figure(gateway, name) for name in ("prompt", "cached", "completion")]
-            sdk = gateway.sdk()
-            answer = await sdk.with_options(timeout=120).chat.completions.create(**chat("Another question."))
-            usage = answer.usage
-            assert usage is not None
-            assert usage.prompt_tokens_details is not None
-            cached = usage.prompt_tokens_details.cached_tokens or 0
-            assert cached > 100
-            after = [await figure(gateway, name) for name in ("prompt", "cached", "completion")]
-            gone_up = [now - then for now, then in zip(after, before, strict=True)]
-            assert gone_up == [usage.prompt_tokens, cached, usage.completion_tokens]
-            async with gateway.session.get(f"{gateway.url}/admin/stats") as page:
-                figures = (await page.json())["upstreams"]
-            assert figures["vllm"]["unmetered"] == figures["vllm-messages"]["unmetered"] == 0
+        # 2. Figures: those of vLLM, cached tokens among them.
+        before = [await figure(gateway, name) for name in ("prompt", "cached", "completion")]
+        sdk = gateway.sdk()
+        answer = await sdk.with_options(timeout=120).chat.completions.create(**chat("Another question."))
+        usage = answer.usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        cached = usage.prompt_tokens_details.cached_tokens or 0
+        assert cached > 100
+        after = [await figure(gateway, name) for name in ("prompt", "cached", "completion")]
+        gone_up = [now - then for now, then in zip(after, before, strict=True)]
+        assert gone_up == [usage.prompt_tokens, cached, usage.completion_tokens]
+        async with gateway.session.get(f"{gateway.url}/admin/stats") as page:
+            figures = (await page.json())["upstreams"]
+        assert figures["vllm"]["unmetered"] == figures["vllm-messages"]["unmetered"] == 0
 
-            # 3. A client that hangs up ends the request in vLLM.
-            long = chat(stream=True, max_tokens=1000, ignore_eos=True)
-            async with gateway.session.post(f"{gateway.url}/v1/chat/completions", json=long) as stream:
-                await stream.content.readany()
-                await until(lambda: in_vllm(direct, gateway, 1))
-            await until(lambda: in_vllm(direct, gateway, 0))
+        # 3. A client that hangs up ends the request in vLLM.
+        long = chat(stream=True, max_tokens=1000, ignore_eos=True)
+        async with gateway.session.post(f"{gateway.url}/v1/chat/completions", json=long) as stream:
+            await stream.content.readany()
+            await until(lambda: in_vllm(direct, gateway, 1))
+        await until(lambda: in_vllm(direct, gateway, 0))
 
 
 async def in_vllm(direct: str, gateway: Gateway, requests: int) -> bool:

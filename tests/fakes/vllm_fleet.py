@@ -16,7 +16,7 @@ from tests.fakes import vllm_server
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.server import Server
 
-MARKS = (pytest.mark.slow, pytest.mark.skipif(not vllm_server.installed(), reason=vllm_server.HOW))
+MARKS = [pytest.mark.slow, pytest.mark.skipif(not vllm_server.installed(), reason=vllm_server.HOW)]
 """Of tests that start them."""
 
 BLOCK_TOKENS = 32
@@ -34,7 +34,11 @@ JOIN_LIMIT_S = 60.0
 class Replicas(NamedTuple):
     """Real vLLM servers that answer."""
 
-    urls: tuple[str, ...]
+    servers: tuple[vllm_server.Vllm, ...]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(one.url for one in self.servers)
 
     @property
     def flags(self) -> list[str]:
@@ -54,13 +58,15 @@ def chat_tokenizer(folder: Path) -> Path:
 
 
 @contextmanager
-def replicas(folder: Path, count: int = 2, *, blocks: int = 1024, arguments: Sequence[str] = ()) -> Iterator[Replicas]:
+def replicas(
+    folder: Path, count: int = 2, *, blocks: int = 1024, arguments: Sequence[str] = vllm_server.EAGER
+) -> Iterator[Replicas]:
     """`count` servers, each with a cache of `blocks` blocks."""
     tokenizer = chat_tokenizer(folder / "tokenizer")
     with ExitStack() as stack:
-        urls = tuple(
+        servers = tuple(
             stack.enter_context(
-                vllm_server.vllm(
+                vllm_server.Vllm(
                     folder / f"vllm-{number}.log",
                     "demo",
                     dtype="float32",
@@ -75,9 +81,9 @@ def replicas(folder: Path, count: int = 2, *, blocks: int = 1024, arguments: Seq
             for number in range(count)
             for ports in [vllm_server.free_ports(2)]
         )
-        for url in urls:
-            asyncio.run(vllm_server.wait_ready(url))
-        yield Replicas(urls)
+        for one in servers:
+            asyncio.run(vllm_server.wait_ready(one.url))
+        yield Replicas(servers)
 
 
 @contextmanager

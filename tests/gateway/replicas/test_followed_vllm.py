@@ -58,13 +58,19 @@ class Replica:
 
 async def test_the_index_predicts_what_vllm_reports_and_survives_its_restart(tmp_path: Path) -> None:
     (port, *events) = vllm_server.free_ports(3)
-    more = {"dtype": "float32", "port": port, "events": tuple(events), "cache_blocks": CACHE_BLOCKS}
+    more = {
+        "dtype": "float32",
+        "port": port,
+        "events": tuple(events),
+        "cache_blocks": CACHE_BLOCKS,
+        "arguments": vllm_server.EAGER,
+    }
     own = ReplicaSettings.model_validate({"name": "r", "kind": "vllm", "url": f"http://127.0.0.1:{port}"})
     chance = random.Random(16)
     prompts = [[chance.randrange(1000, 4000) for _ in range(chance.randint(200, 1500))] for _ in range(6)]
     noise = [[chance.randrange(1000, 4000) for _ in range(1024)] for _ in range(24)]
     async with open_session(own, None) as session:
-        with vllm_server.vllm(tmp_path / "1.log", "demo", **more) as url:  # type: ignore[arg-type]
+        with vllm_server.vllm(tmp_path / "1.log", "demo", **more) as url:
             await vllm_server.wait_ready(url)
             facts = await find_facts(session, own)
             index = MemoryIndex()
@@ -90,7 +96,7 @@ async def test_the_index_predicts_what_vllm_reports_and_survives_its_restart(tmp
                 misses += not predicted
             assert misses > 0
         await until(lambda: follower.trust == "degraded")
-        with vllm_server.vllm(tmp_path / "2.log", "demo", **more) as url:  # type: ignore[arg-type]
+        with vllm_server.vllm(tmp_path / "2.log", "demo", **more) as url:
             await vllm_server.wait_ready(url)
             await until(lambda: follower.trust == "exact" and index.blocks("r") == 0, 10)
             for prompt in [*prompts[:2], *prompts[:2]]:

@@ -48,8 +48,12 @@ async def test_a_real_vllm_joins_with_events_features_parity_and_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events, replay = vllm_server.free_ports(2)
-    more = {"dtype": "float32", "events": (events, replay), "arguments": ["--trust-request-chat-template"]}
-    with vllm_server.vllm(tmp_path / "vllm.log", "demo", **more) as url:  # type: ignore[arg-type]
+    more = {
+        "dtype": "float32",
+        "events": (events, replay),
+        "arguments": [*vllm_server.EAGER, "--trust-request-chat-template"],
+    }
+    with vllm_server.vllm(tmp_path / "vllm.log", "demo", **more) as url:
         own = settings(url)
         async with open_session(own, None) as session:
             assert not await is_alive(session, own)
