@@ -1,13 +1,14 @@
-"""Two real vLLM behind Kvasir, against round robin over the same two and against one vLLM that has both caches.
+"""Two real vLLM behind Kvasir, against round robin over the same two, and against one vLLM that has both caches.
 
     python -m tests.bench.fleet --data DIR [--sessions 8] [--rounds 1] [--blocks 256]
 
 DIR holds agent_requests.jsonl.gz (prompts as deltas of earlier ones), tau_airline_chats.jsonl.gz and
 aider_chats.jsonl.gz: real conversations of agents. Of each kind the first are taken whose prompts fit into the demo
 model's context, turn by turn until one does not; the airline's policy is cut, so that any fits. The answers of the data
-go into the next turn, so that all three see the same prompts.
+go into the next turn, so that all see the same prompts.
 
-The three take turns, each round under a salt of its own, which finds nothing of what was there before. `--at-once`
+Round robin is by clients that ask in turns at two gateways, each with one vLLM, and by a bare proxy that copies bytes.
+All take turns, each round under a salt of its own, which finds nothing of what was there before. `--at-once`
 sessions are under way at the same time. Caches are small: what is not sent where its prefix is, is computed again.
 
 Cached tokens are those that vLLM reports. A receipt is exact when x-kvasir-predicted-tokens is what it reports. Goals:
@@ -26,17 +27,19 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
-from aiohttp import web
 from transformers import AutoTokenizer
 
+from tests.bench.gateway_overhead import free_port, start, wait_for_port
 from tests.fakes import vllm_fleet
+from tests.fakes.server import Server
 from tests.fakes.vllm_server import MODEL, wait_ready
 
 CONTEXT_TOKENS = 2048
@@ -121,14 +124,15 @@ class Answer:
     first_token_s: float
 
 
-async def replay(url: str, chats: Sequence[Session], at_once: int) -> list[Answer]:
-    """Every request of all sessions, `at_once` sessions at a time. Raises RuntimeError for an answer that is none."""
-    salt, left, answers = uuid.uuid4().hex, iter(chats), list[Answer]()
+async def replay(urls: Sequence[str], chats: Sequence[Session], at_once: int) -> list[Answer]:
+    """Every request of all sessions, `at_once` sessions at a time, to one URL after the other. Raises RuntimeError for
+    an answer that is none."""
+    salt, left, turns, answers = uuid.uuid4().hex, iter(chats), itertools.cycle(urls), list[Answer]()
 
     async def client() -> None:
         for chat in left:
             for messages in chat.turns:
-                answers.append(await _ask(session, url, messages, salt))
+                answers.append(await _ask(session, next(turns), messages, salt))
 
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         for _ in range(at_once):
@@ -158,31 +162,18 @@ async def _ask(session: aiohttp.ClientSession, url: str, messages: Messages, sal
     return Answer(usage["prompt_tokens"], cached, None if predicted is None else int(predicted), first_s)
 
 
-@asynccontextmanager
-async def bare_proxy(urls: Sequence[str]) -> AsyncIterator[str]:
-    """Passes requests on, to one server after the other."""
-    turns = itertools.cycle(urls)
-
-    async def forward(http: web.Request) -> web.StreamResponse:
-        headers = {"Content-Type": http.headers["Content-Type"]}
-        async with session.post(next(turns) + http.path, data=await http.read(), headers=headers) as answer:
-            response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
-            await response.prepare(http)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
-
-    app = web.Application(client_max_size=64 << 20)
-    app.router.add_post("/{path:.*}", forward)
-    runner = web.AppRunner(app, access_log=None)
-    async with aiohttp.ClientSession() as session:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+@contextmanager
+def bare_proxy(urls: Sequence[str]) -> Iterator[str]:
+    """A process that passes bytes on, to one server after the other."""
+    own = free_port()
+    ports = [str(own), *(str(urlsplit(url).port) for url in urls)]
+    process = start("-m", "tests.bench.gateway_overhead", "--role", "proxy", "--ports", *ports)
+    try:
+        wait_for_port(own)
+        yield f"http://127.0.0.1:{own}"
+    finally:
+        process.terminate()
+        process.wait()
 
 
 # -- the table -----------------------------------------------------------------------------------------------------
@@ -206,17 +197,14 @@ def report(found: dict[str, list[Answer]]) -> None:
             print(f"  predicted {one.predicted}, reported {one.cached}, of {one.prompt}")
 
 
-async def measure(
-    gateway: str, pair: Sequence[str], single: str, chats: Sequence[Session], rounds: int, at_once: int
-) -> None:
+async def measure(ways: dict[str, Sequence[str]], chats: Sequence[Session], rounds: int, at_once: int) -> None:
+    """`ways` by name: URLs that take turns."""
     found: dict[str, list[Answer]] = {}
-    async with bare_proxy(pair) as spread, bare_proxy([single]) as alone:
-        ways = {"kvasir": gateway, "round robin": spread, "one with both caches": alone}
-        for number in range(rounds):
-            for name in ways if number % 2 == 0 else reversed(ways):
-                began_s = time.monotonic()
-                found.setdefault(name, []).extend(await replay(ways[name], chats, at_once))
-                print(f"round {number}, {name}: {time.monotonic() - began_s:.0f} s", flush=True)
+    for number in range(rounds):
+        for name in ways if number % 2 == 0 else reversed(ways):
+            began_s = time.monotonic()
+            found.setdefault(name, []).extend(await replay(ways[name], chats, at_once))
+            print(f"round {number}, {name}: {time.monotonic() - began_s:.0f} s", flush=True)
     report(found)
 
 
@@ -235,14 +223,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         room = Path(folder)
         (room / "single").mkdir()
-        two = stack.enter_context(vllm_fleet.replicas(room, 2, blocks=arguments.blocks))
-        one = stack.enter_context(vllm_fleet.replicas(room / "single", 1, blocks=2 * arguments.blocks))
+        two = stack.enter_context(vllm_fleet.replicas(room, 2, blocks=arguments.blocks, arguments=()))
+        one = stack.enter_context(vllm_fleet.replicas(room / "single", 1, blocks=2 * arguments.blocks, arguments=()))
         for url in (*two.urls, *one.urls):
             asyncio.run(wait_ready(url))
         gateway, _ = stack.enter_context(vllm_fleet.gateways(room, two))
-        asyncio.run(
-            measure(gateway.url, two.urls, one.urls[0], chats, arguments.rounds, arguments.at_once),
-        )
+        single = []
+        for number, server in enumerate(two.servers):
+            behind = vllm_fleet.Replicas((server,))
+            single.append(stack.enter_context(Server(room / f"rr-{number}", *behind.flags, command="gateway")))
+            single[-1].wait_for_line("engine engine-0 joined", vllm_fleet.JOIN_LIMIT_S)
+        ways = {
+            "kvasir": [gateway.url],
+            "round robin": [server.url for server in single],
+            "bare proxy": [stack.enter_context(bare_proxy(two.urls))],
+            "one with both caches": one.urls,
+        }
+        asyncio.run(measure(ways, chats, arguments.rounds, arguments.at_once))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,8 +158,9 @@ class _Replica:
         return response
 
 
-async def run_proxy(port: int, upstream: str, parse: bool) -> None:
-    """A reverse proxy with nothing in it; `parse` adds what any cache would have to do."""
+async def run_proxy(port: int, upstreams: Sequence[str], parse: bool) -> None:
+    """A reverse proxy with nothing in it, to servers in turns; `parse` adds what any cache would have to do."""
+    turns = itertools.cycle(upstreams)
     async with aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def forward(request: web.Request) -> web.StreamResponse:
@@ -166,7 +169,7 @@ async def run_proxy(port: int, upstream: str, parse: bool) -> None:
                 orjson.loads(body)
                 hashlib.sha256(body).digest()
             headers = {"Content-Type": request.headers["Content-Type"]}
-            async with session.post(upstream + request.path, data=body, headers=headers) as answer:
+            async with session.post(next(turns) + request.path, data=body, headers=headers) as answer:
                 response = web.StreamResponse(
                     status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]}
                 )
@@ -329,8 +332,8 @@ def main() -> None:
     if arguments.role == "engine":
         uvloop.run(run_engine(*arguments.ports))
     elif arguments.role == "proxy":
-        own, upstream = arguments.ports
-        uvloop.run(run_proxy(own, f"http://127.0.0.1:{upstream}", arguments.parse))
+        own, *upstreams = arguments.ports
+        uvloop.run(run_proxy(own, [f"http://127.0.0.1:{port}" for port in upstreams], arguments.parse))
     else:
         compare(arguments)
 
