@@ -130,10 +130,27 @@ def call_id(call: Mapping[str, Any], message: int, number: int) -> str:
     return found if isinstance(found, str) and found else f"call_{message}_{number}"
 
 
-def called_names(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Ids of all calls of a conversation -> names of their tools."""
-    return {
-        call_id(call, at, number): call["function"]["name"]
-        for at, message in enumerate(messages)
-        for number, call in enumerate(message.get("tool_calls") or ())
-    }
+def results_of(messages: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
+    """Number of each message that is a result -> id and name of the call that it answers. One without an id answers the
+    first open call of its name. Empty strings are what neither it nor a call says."""
+    answered: dict[int, tuple[str, str]] = {}
+    unanswered: dict[str, str] = {}  # ids of calls -> names of their tools
+    for at, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            unanswered[call_id(call, at, number)] = call["function"]["name"]
+        if message["role"] == "tool":
+            name = message.get("name") or ""
+            of_name = (one for one, called in unanswered.items() if not name or called == name)
+            one = message.get("tool_call_id") or next(of_name, "")
+            answered[at] = one, unanswered.pop(one, name)
+    return answered
+
+
+def num_instructions(messages: Sequence[Mapping[str, Any]]) -> int:
+    """System messages that come before all others. 0 where there are no others: then they are what is answered."""
+    return next((at for at, message in enumerate(messages) if message["role"] != "system"), 0)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(content)

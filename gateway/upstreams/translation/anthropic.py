@@ -1,0 +1,296 @@
+"""Anthropic messages as an upstream: POST /v1/messages. Pure.
+
+    system           the system messages that come before all others; later ones are text of the user's turn, because
+                     older models refuse the role in a conversation
+    turns            messages of one side that follow each other are one turn, a user's with its tool results first;
+                     texts of blanks alone, which this API refuses, are left out
+    max_tokens       is required: DEFAULT_MAX_TOKENS where no limit was asked for
+    cache_control    from the breakpoints, 5 minutes or an hour; at most 4, and none of an hour behind one of 5 minutes
+
+Thoughts of earlier turns are left out: the API takes them back only with its own signature.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import orjson
+
+from gateway.errors import BadRequestError, UpstreamRefusedError
+from gateway.types import MAX_BREAKPOINTS, CallDelta, ChatPrompt, Constraint, Marker, Request, TextDelta, ToolUse
+from gateway.upstreams.translation.base import (
+    UNLIMITED,
+    AnswerReader,
+    Delta,
+    Form,
+    Written,
+    arguments_of,
+    call_id,
+    chat_of,
+    check_sampling,
+    lacks,
+    num_instructions,
+    results_of,
+    text_of,
+)
+
+DEFAULT_MAX_TOKENS: Final = 4096
+"""Every model of this API can write as many."""
+MAX_ERROR_CHARS: Final = 2_000
+
+_API: Final = "Anthropic messages"
+_HOUR_FROM_S: Final = (300 + 3600) / 2
+"""Times to live from here on are nearer to an hour than to 5 minutes."""
+_ODD_IN_IDS: Final = re.compile(r"[^a-zA-Z0-9_-]")
+_STATUS: Final = {
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "billing_error": 402,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "conflict_error": 409,
+    "request_too_large": 413,
+    "rate_limit_error": 429,
+    "timeout_error": 504,
+    "overloaded_error": 529,
+}
+_CUT: Final = ("max_tokens", "model_context_window_exceeded")
+
+Block = dict[str, Any]
+
+
+class AnthropicMessages(Form):
+    dialect = "anthropic"
+
+    def write(self, request: Request, model: str) -> Written:
+        chat, sampling, use = chat_of(request, _API), request.sampling, request.tool_use
+        check_sampling(request, _API, frozenset(("top_k",)))
+        if sampling.temperature > 1:
+            raise lacks(_API, "temperature above 1", "temperature")
+        if not all(map(str.strip, request.stop)):
+            raise lacks(_API, "stop string of blanks alone", "stop")
+        limited = request.prewarm or 0 < sampling.max_tokens < UNLIMITED
+        body: dict[str, Any] = {"model": model, "max_tokens": sampling.max_tokens if limited else DEFAULT_MAX_TOKENS}
+        tools = _tools(chat, use)
+        system, turns = _conversation(chat)
+        if not turns:
+            raise BadRequestError(f"{_API} take no conversation without any text.", param=request.prompt_param)
+        _settle([*tools, *system, *(block for turn in turns for block in turn["content"])])
+        optional = {
+            "system": system,
+            "tools": tools,
+            "tool_choice": None if not tools or request.prewarm else _choice(use),
+            "stop_sequences": list(request.stop),
+            "output_config": _output(request.constraint),
+            "stream": request.stream and not request.prewarm,
+        }
+        body |= {name: value for name, value in optional.items() if value}
+        usual = {"temperature": 1, "top_p": 1, "top_k": 0}
+        body |= {name: value for name, as_usual in usual.items() if (value := getattr(sampling, name)) != as_usual}
+        return Written("/v1/messages", {**body, "messages": turns})
+
+    def reader(self, request: Request) -> AnswerReader:
+        return _Reader()
+
+
+def _conversation(chat: ChatPrompt) -> tuple[list[Block], list[Block]]:
+    """The blocks of `system`, and the turns."""
+    instructions, results = num_instructions(chat.messages), results_of(chat.messages)
+    ends: defaultdict[int, list[Marker]] = defaultdict(list)
+    for marker in chat.markers:
+        if marker.tool is None:
+            ends[marker.message].append(marker)
+    system: list[Block] = []
+    turns: list[Block] = []
+    for at, message in enumerate(chat.messages):
+        text, marked = text_of(message), ends[at]
+        if at in results:
+            block = {"type": "tool_result", "tool_use_id": _id(results[at][0]), "content": text}
+            blocks = [block | _control(marked)]
+        else:
+            blocks = [*_texts(text, [marker for marker in marked if marker.call is None]), *_calls(message, at, marked)]
+        if at < instructions:
+            system += blocks
+        elif blocks:
+            role = "assistant" if message["role"] == "assistant" else "user"
+            if not turns or turns[-1]["role"] != role:
+                turns.append({"role": role, "content": []})
+            turns[-1]["content"] += blocks
+    for turn in turns:
+        turn["content"].sort(key=lambda block: block["type"] != "tool_result")
+    return system, turns
+
+
+def _texts(text: str, marked: Iterable[Marker]) -> Iterator[Block]:
+    """A text in blocks that end where it is marked, none of them blank."""
+    start = 0
+    for marker in sorted(marked, key=lambda one: one.chars):
+        end = marker.chars if text[marker.chars :].strip() else len(text)
+        if text[start:end].strip():
+            yield {"type": "text", "text": text[start:end], **_control([marker])}
+            start = end
+    if text[start:].strip():
+        yield {"type": "text", "text": text[start:]}
+
+
+def _calls(message: Mapping[str, Any], at: int, marked: Sequence[Marker]) -> Iterator[Block]:
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        block = {"type": "tool_use", "id": _id(call_id(call, at, number)), "name": call["function"]["name"]}
+        yield {**block, "input": arguments_of(call), **_control([one for one in marked if one.call == number])}
+
+
+def _id(written: str) -> str:
+    """An id with the characters that this API allows."""
+    return _ODD_IN_IDS.sub("_", written)
+
+
+def _tools(chat: ChatPrompt, use: ToolUse | None) -> list[Block]:
+    """Those that may be called; all, where none may. A marker behind one that is left out is behind the one before."""
+    callable_names = {tool.name for tool in (chat.tools if use is None else use.callable)}
+    tools: list[Block] = []
+    for number, tool in enumerate(chat.tools):
+        if tool.name in callable_names:
+            schema = {"type": "object", "properties": {}, **(tool.parameters or {})}
+            tools.append({"name": tool.name, "input_schema": schema})
+            tools[-1] |= {"description": tool.description} if tool.description else {}
+            tools[-1] |= {"strict": True} if tool.strict else {}
+        if tools:
+            tools[-1] |= _control([marker for marker in chat.markers if marker.tool == number])
+    return tools
+
+
+def _choice(use: ToolUse | None) -> Block | None:
+    if use is None:
+        return {"type": "none"}
+    if use.mode == "auto":
+        choice: Block = {"type": "auto"}
+    elif len(use.callable) == 1:
+        choice = {"type": "tool", "name": use.callable[0].name}
+    else:
+        choice = {"type": "any"}
+    if not use.parallel:
+        choice["disable_parallel_tool_use"] = True
+    return None if choice == {"type": "auto"} else choice
+
+
+def _output(constraint: Constraint | None) -> Block | None:
+    if constraint is None:
+        return None
+    if constraint.grammar.kind == "json_object":
+        raise lacks(_API, "JSON mode without a schema", constraint.param)
+    schema = orjson.loads(constraint.grammar.text) if constraint.grammar.kind == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise lacks(_API, "such structured output: it takes a JSON Schema that is an object", constraint.param)
+    return {"format": {"type": "json_schema", "schema": schema}}
+
+
+def _control(marked: Sequence[Marker]) -> Block:
+    """For a block that ends at these."""
+    if not marked:
+        return {}
+    hour = max(marker.ttl_s for marker in marked) >= _HOUR_FROM_S
+    return {"cache_control": {"type": "ephemeral", "ttl": "1h"} if hour else {"type": "ephemeral"}}
+
+
+def _settle(blocks: Sequence[Block]) -> None:
+    """Keeps the last 4 marks. One of 5 minutes before one of an hour is of an hour as well, which costs no more: all
+    before a mark is written for its time."""
+    marked = [block for block in blocks if "cache_control" in block]
+    for block in marked[:-MAX_BREAKPOINTS]:
+        del block["cache_control"]
+    kept = [block["cache_control"] for block in marked[-MAX_BREAKPOINTS:]]
+    hours = [number for number, control in enumerate(kept) if "ttl" in control]
+    for control in kept[: hours[-1] if hours else 0]:
+        control["ttl"] = "1h"
+
+
+class _Reader(AnswerReader):
+    """Blocks other than texts and calls are passed over: thoughts, and tools that the upstream runs itself."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, int] = {}  # number of a block -> of its call
+        self._open: int | None = None  # block of the call whose arguments come
+        self._input: Mapping[str, Any] | None = None  # its arguments, as long as no text of them came
+        self._has_text = False
+
+    def event(self, event: Mapping[str, Any]) -> Iterator[Delta]:
+        match event.get("type"):
+            case "content_block_start":
+                yield from self._close()
+                yield from self._begin(event["index"], event["content_block"])
+            case "content_block_delta":
+                yield from self._delta(event["index"], event["delta"])
+            case "content_block_stop" if event["index"] == self._open:
+                yield from self._close()
+            case "message_delta":
+                yield from self._close()
+                yield from self._end(event["delta"])
+            case "error":
+                raise _refusal(event)
+
+    def whole(self, answer: Mapping[str, Any]) -> Iterator[Delta]:
+        if answer.get("type") == "error":
+            raise _refusal(answer)
+        for index, block in enumerate(answer["content"]):
+            yield from self._begin(index, block)
+            yield from self._close()
+        yield from self._end(answer)
+
+    def _begin(self, index: int, block: Mapping[str, Any]) -> Iterator[Delta]:
+        if block["type"] == "text":
+            yield from self._text(block["text"])
+        elif block["type"] == "tool_use":
+            if type(index) is not int or index in self._calls:
+                raise ValueError("a block without a number of its own")
+            self._open, self._input = index, block.get("input") or {}
+            self._calls[index] = len(self._calls)
+            if not isinstance(self._input, dict) or not block["name"]:
+                raise TypeError("a call without a name, or with arguments that are no object")
+            yield CallDelta(self._calls[index], _string(block["name"]))
+
+    def _delta(self, index: int, delta: Mapping[str, Any]) -> Iterator[Delta]:
+        if delta["type"] == "text_delta":
+            yield from self._text(delta["text"])
+        elif delta["type"] == "input_json_delta" and index in self._calls:
+            if index != self._open:
+                raise ValueError("arguments of a call that has ended")
+            if written := _string(delta["partial_json"]):
+                self._input = None
+                yield CallDelta(self._calls[index], arguments=written)
+
+    def _text(self, text: Any) -> Iterator[Delta]:
+        if _string(text):
+            self._has_text = True
+            yield TextDelta(text)
+
+    def _close(self) -> Iterator[Delta]:
+        """Ends the call that is open: without any text of its arguments, they are those that it began with."""
+        if self._open is not None and self._input is not None:
+            yield CallDelta(self._calls[self._open], arguments=orjson.dumps(self._input).decode())
+        self._open = None
+
+    def _end(self, message: Mapping[str, Any]) -> Iterator[Delta]:
+        """A refusal says why, where it has begun with nothing else."""
+        if (why := message.get("stop_reason")) is None:
+            return
+        if why == "refusal" and not self._has_text:
+            yield from self._text((message.get("stop_details") or {}).get("explanation") or "")
+        if why == "stop_sequence" and isinstance(stop := message.get("stop_sequence"), str):
+            self.stop = stop
+        called = self._calls and why not in ("refusal", "stop_sequence")
+        self.reason = "length" if why in _CUT else "tool_calls" if called else "stop"
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("no text")
+    return value
+
+
+def _refusal(event: Mapping[str, Any]) -> UpstreamRefusedError:
+    error = event["error"]
+    message = _string(error["message"])[:MAX_ERROR_CHARS]
+    return UpstreamRefusedError(message, _STATUS.get(error.get("type"), 500))

@@ -1,0 +1,106 @@
+"""Requests for upstreams of another API, what is read of answers, and conversations for property tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from engine.protocol import Sampling
+from gateway.types import CallDelta, ChatPrompt, FinishReason, Request, Tenant, TextDelta, Tool
+from gateway.upstreams.translation.base import UNLIMITED, AnswerReader, Delta
+
+Message = dict[str, Any]
+
+WEATHER = Tool("weather", "Of a city.", {"type": "object", "properties": {"city": {"type": "string"}}})
+CLOCK = Tool("clock", "The time.")
+
+
+def chat(*messages: Message, sampling: dict[str, Any] | None = None, **fields: Any) -> Request:
+    """`sampling` and `fields` as in Sampling, Request and ChatPrompt."""
+    of_prompt = {name: fields.pop(name) for name in ("markers", "tools", "continues") if name in fields}
+    return Request(
+        request_id="r",
+        tenant=Tenant("t"),
+        model="m",
+        prompt=ChatPrompt(list(messages) or [user("Hi")], **of_prompt),
+        sampling=Sampling(**{"max_tokens": UNLIMITED, **(sampling or {})}),
+        received_s=0.0,
+        deadline_s=60.0,
+        **fields,
+    )
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def said(text: str, *calls: Message) -> Message:
+    return {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
+
+
+def call(name: str, arguments: Any, call_id: str | None = "c1") -> Message:
+    function = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return function if call_id is None else {"id": call_id, **function}
+
+
+def result(text: str, call_id: str | None = "c1", name: str | None = None) -> Message:
+    fields = {"tool_call_id": call_id, "name": name}
+    return {"role": "tool", "content": text} | {key: value for key, value in fields.items() if value is not None}
+
+
+def heard(deltas: Iterable[Delta]) -> tuple[str, list[tuple[str, str]]]:
+    """The text, and names and arguments of the calls, which have to be in order."""
+    text, calls = "", list[tuple[str, str]]()
+    for delta in deltas:
+        if isinstance(delta, TextDelta):
+            assert delta.text
+            text += delta.text
+            continue
+        assert isinstance(delta, CallDelta)
+        if delta.name:
+            assert delta.call == len(calls)
+            calls.append((delta.name, delta.arguments))
+        else:
+            assert delta.call == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
+    return text, calls
+
+
+def read_stream(
+    reader: AnswerReader, events: Iterable[Any]
+) -> tuple[str, list[tuple[str, str]], FinishReason | None, str | None]:
+    text, calls = heard(delta for event in events for delta in reader.event(event))
+    return text, calls, reader.reason, reader.stop
+
+
+def read_whole(reader: AnswerReader, answer: Any) -> tuple[str, list[tuple[str, str]], FinishReason | None, str | None]:
+    text, calls = heard(reader.whole(answer))
+    return text, calls, reader.reason, reader.stop
+
+
+_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+_names = st.from_regex(r"[a-z]{1,8}", fullmatch=True)
+_values = st.recursive(st.none() | st.booleans() | st.integers(-(2**53), 2**53) | _texts, st.lists, max_leaves=4)
+_arguments = st.dictionaries(_texts, _values, max_size=3)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Message]:
+    """Instructions, and turns of a user and an assistant who calls tools; every call has its result."""
+    messages = [system(text) for text in draw(st.lists(_texts, max_size=2))]
+    messages.append(user(draw(_texts)))
+    number = 0
+    for _ in range(draw(st.integers(0, 4))):
+        calls = [
+            call(draw(_names), draw(_arguments), f"c{(number := number + 1)}") for _ in range(draw(st.integers(0, 3)))
+        ]
+        messages.append(said(draw(_texts), *calls))
+        messages += [result(draw(_texts), one["id"]) for one in draw(st.permutations(calls))]
+        messages += [user(text) for text in draw(st.lists(_texts, max_size=2))]
+    return messages
