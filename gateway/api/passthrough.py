@@ -60,6 +60,9 @@ secrets."""
 MAX_ANSWERS: Final = 128
 """Answers to one prompt, at most, that are set aside of a tenant's limits."""
 
+MAX_AT_ONCE: Final = 256 << 10
+"""Bytes of a whole answer up to which it is written at once, when it is there."""
+
 _KEYS: Final = frozenset(("key", "api_key", "access_token", "$key"))
 """Parameters of a URL that an upstream never gets."""
 
@@ -230,11 +233,19 @@ async def _pass_back(
     """Each write waits until the client has room for it, and so does reading from the upstream. The written chunks are
     added to `chunks`."""
     record = http[RECORD]
-    record.stream = SSE in dict(_lower(answer.headers)).get("content-type", "")
-    response = web.StreamResponse(status=answer.status, headers=_reply_headers(record, answer))
+    theirs = dict(_lower(answer.headers))
+    record.stream = SSE in theirs.get("content-type", "")
+    headers = _reply_headers(record, answer)
+    is_short = not record.stream and int(theirs.get("content-length", MAX_AT_ONCE)) < MAX_AT_ONCE
+    response = web.StreamResponse(status=answer.status, headers=headers)
     try:
         async with asyncio.timeout(deadline_s - time.monotonic()) as scope:
             with no_panic():
+                if is_short and http.method != "HEAD":  # in one write with its headers
+                    body = b"".join([chunk async for chunk in answer.chunks])
+                    if chunks is not None:
+                        chunks.append(body)
+                    response = web.Response(body=body, status=answer.status, headers=headers)
                 await response.prepare(http)
                 if http.method != "HEAD":  # aiohttp would write the body
                     async for chunk in answer.chunks:

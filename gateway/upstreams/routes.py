@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Final
 
 from gateway.config import ALL_TENANTS, ServedModel, UpstreamSettings
+
+MAX_FOUND: Final = 4096
+"""Models of tenants whose routes are remembered."""
 
 MAX_NAME_CHARS: Final = 1024
 """Of a model name. Longer ones match no upstream: patterns would take long."""
@@ -40,11 +44,13 @@ class Routes:
     def __init__(self, upstreams: Sequence[UpstreamSettings]) -> None:
         ordered = sorted(upstreams, key=lambda upstream: upstream.priority)  # stable: else the order of the file
         self._upstreams = [(upstream, upstream.served) for upstream in ordered]
+        self._found = lru_cache(MAX_FOUND)(self._find)
 
-    def find(self, model: str, tenant: str) -> list[Route]:
+    def find(self, model: str, tenant: str) -> Sequence[Route]:
         """In the order in which they are tried, whatever their dialect; empty when the tenant has none for it."""
-        if len(model) > MAX_NAME_CHARS:
-            return []
+        return self._found(model, tenant) if len(model) <= MAX_NAME_CHARS else ()
+
+    def _find(self, model: str, tenant: str) -> Sequence[Route]:
         found = [
             (item, upstream)
             for upstream, served in self._upstreams
