@@ -1,0 +1,330 @@
+"""OpenAI chat completions as an upstream: POST /v1/chat/completions, also of compatible servers. Pure.
+
+    max_tokens       for every model but OpenAI's own: Ollama passes over `max_completion_tokens` and writes on, Mistral
+                     refuses it. OpenAI's own, told by name, get that: reasoning models refuse the older one
+    results          right behind the calls that they answer, as this API has it
+    tools            those that may be called. All, where one is forced or none may be: compatible servers know no
+                     `allowed_tools`
+    response_format  strict where OpenAI takes the schema as strict; else OpenAI, unlike vLLM, only tries to follow it
+
+Thoughts of earlier turns are left out, as OpenAI has no field for them, and breakpoints: these servers cache unasked.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+import orjson
+
+from gateway.errors import UpstreamRefusedError
+from gateway.types import CallDelta, ChatPrompt, Constraint, Request, ScoredToken, Spelled, TextDelta, ToolUse
+from gateway.upstreams.translation.base import (
+    UNLIMITED,
+    AnswerReader,
+    Delta,
+    Form,
+    Written,
+    arguments_text,
+    call_id,
+    chat_of,
+    check_sampling,
+    lacks,
+    results_of,
+    text_of,
+)
+
+MAX_STOPS: Final = 4
+MAX_ERROR_CHARS: Final = 2_000
+
+_API: Final = "OpenAI chat completions"
+_TAKES: Final = frozenset(("seed", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"))
+_OPENAI: Final = re.compile(r"(openai/|ft:)?(gpt-\d|chatgpt-|chat-latest|codex-|o\d)")
+_OBJECT: Final = {"type": "object", "properties": {}}
+_NO_ARGUMENTS: Final = {**_OBJECT, "additionalProperties": False}
+_NEVER_STRICT: Final = frozenset(("allOf", "oneOf", "not", "if", "then", "else", "patternProperties"))
+_CUT: Final = ("length", "model_length")
+_BROKEN: Final = ("error", "abort", "insufficient_system_resource")
+"""Reasons of answers that compatible servers did not end."""
+_STATUS: Final = {
+    "invalid_request_error": 400,
+    "BadRequestError": 400,
+    "rate_limit_exceeded": 429,
+    "server_is_overloaded": 503,
+}
+
+Json = dict[str, Any]
+
+
+class OpenAIChat(Form):
+    dialect = "openai"
+
+    def write(self, request: Request, model: str) -> Written:
+        chat, sampling = chat_of(request, _API), request.sampling
+        check(request, chat, _API, _TAKES)
+        if len(request.stop) > MAX_STOPS:
+            raise lacks(_API, f"more than {MAX_STOPS} stop strings", "stop")
+        limit = "max_completion_tokens" if _OPENAI.match(model) else "max_tokens"
+        optional = {
+            limit: sampling.max_tokens if sampling.max_tokens < UNLIMITED else 0,
+            "stop": list(request.stop),
+            "response_format": _format(request.constraint),
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": {str(token): bias for token, bias in sampling.logit_bias},
+            "logprobs": sampling.logprobs is not None,
+            "top_logprobs": sampling.logprobs,
+            "stream": request.stream,
+            "stream_options": {"include_usage": True} if request.stream else None,
+            **_tools(chat, request.tool_use),
+        }
+        body: Json = {"model": model, "messages": _messages(chat)}
+        body |= {name: value for name, value in optional.items() if value}
+        usual = {"temperature": 1, "top_p": 1, "seed": None}
+        body |= {name: value for name, as_usual in usual.items() if (value := getattr(sampling, name)) != as_usual}
+        if request.tool_use is not None and not request.tool_use.parallel:
+            body["parallel_tool_calls"] = False
+        return Written("/v1/chat/completions", body)
+
+    def reader(self, request: Request) -> AnswerReader:
+        return _Reader(request)
+
+
+def check(request: Request, chat: ChatPrompt, api: str, takes: frozenset[str]) -> None:
+    """Raises UnsupportedError for what no API of OpenAI has a field for."""
+    check_sampling(request, api, takes)
+    if request.prewarm:
+        raise lacks(api, "way to compute a prompt without an answer", "max_tokens")
+    if chat.continues:
+        raise lacks(api, "way to go on with a message of the assistant", request.prompt_param)
+
+
+def results_first(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of the messages, in an order in which results come right behind the assistant's message before them."""
+    turns = list(accumulate(message["role"] == "assistant" for message in messages))
+    rank = {"assistant": 0, "tool": 1}
+    return sorted(range(len(messages)), key=lambda at: (turns[at], rank.get(messages[at]["role"], 2)))
+
+
+def _messages(chat: ChatPrompt) -> list[Json]:
+    results = results_of(chat.messages)
+    written = []
+    for at in results_first(chat.messages):
+        message = chat.messages[at]
+        one: Json = {"role": message["role"], "content": text_of(message)}
+        if at in results:
+            one["tool_call_id"] = results[at][0]
+        elif message.get("name"):
+            one["name"] = message["name"]
+        if calls := message.get("tool_calls"):
+            one["content"] = one["content"] or None
+            one["tool_calls"] = [
+                {
+                    "id": call_id(call, at, number),
+                    "type": "function",
+                    "function": {"name": call["function"]["name"], "arguments": arguments_text(call) or "{}"},
+                }
+                for number, call in enumerate(calls)
+            ]
+        written.append(one)
+    return written
+
+
+def _tools(chat: ChatPrompt, use: ToolUse | None) -> Json:
+    if not chat.tools:
+        return {}
+    mode, name = choice_of(use)
+    return {
+        "tools": [{"type": "function", "function": one} for one in functions_of(chat, use)],
+        "tool_choice": {"type": "function", "function": {"name": name}} if name else mode,
+    }
+
+
+def functions_of(chat: ChatPrompt, use: ToolUse | None) -> list[Json]:
+    """The tools that may be called; all, where one is forced or none may be."""
+    some = chat.tools if use is None or choice_of(use)[1] else use.callable
+    return [
+        {"name": tool.name, "parameters": _NO_ARGUMENTS if tool.parameters is None else {**_OBJECT, **tool.parameters}}
+        | ({"description": tool.description} if tool.description else {})
+        | ({"strict": True} if tool.strict else {})
+        for tool in some
+    ]
+
+
+def choice_of(use: ToolUse | None) -> tuple[str | None, str | None]:
+    """The mode, None for "auto", and the name of a tool that is forced."""
+    if use is None:
+        return "none", None
+    if use.mode == "auto":
+        return None, None
+    return "required", use.callable[0].name if len(use.callable) == 1 else None
+
+
+def _format(constraint: Constraint | None) -> Json | None:
+    if constraint is None:
+        return None
+    if constraint.grammar.kind == "json_object":
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": schema_of(constraint, _API)}
+
+
+def schema_of(constraint: Constraint, api: str) -> Json:
+    """Name, schema and whether it is strict. Raises UnsupportedError for a grammar that is no schema of an object."""
+    schema = orjson.loads(constraint.grammar.text) if constraint.grammar.kind == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise lacks(api, "such structured output: it takes a JSON Schema that is an object", constraint.param)
+    return {"name": "answer", "schema": schema} | ({"strict": True} if _is_strict(schema) else {})
+
+
+def _is_strict(schema: Json) -> bool:
+    """Whether OpenAI takes it as strict: objects all the way down that are closed, and whose properties all have to be
+    there."""
+    if schema.get("type") != "object" or "anyOf" in schema:
+        return False
+    left: list[Any] = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        elif isinstance(one, dict):
+            if _NEVER_STRICT & set(one) or not _is_closed(one):
+                return False
+            left += one.values()
+    return True
+
+
+def _is_closed(schema: Json) -> bool:
+    kind, properties, required = schema.get("type"), schema.get("properties", {}), schema.get("required", [])
+    if kind != "object" and "properties" not in schema and not (isinstance(kind, list) and "object" in kind):
+        return True
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    return schema.get("additionalProperties") is False and all(name in required for name in properties)
+
+
+class _Reader(AnswerReader):
+    """Thoughts are passed over, and answers behind the first."""
+
+    def __init__(self, request: Request) -> None:
+        self._stops, self._top = request.stop, request.sampling.logprobs
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._chars = 0  # of the tokens that were scored
+        self._calls = -1  # number of the last call
+        self._seen = set[tuple[int, str]]()  # indexes and ids of the calls
+        self._index, self._id = -1, ""  # of the last call
+        self._has_arguments = True  # the last call, or there is none
+
+    def event(self, event: Mapping[str, Any]) -> Iterator[Delta]:
+        for choice in _choices(event):
+            yield from self._message(choice, choice.get("delta") or {})
+            yield from self._end(choice)
+
+    def whole(self, answer: Mapping[str, Any]) -> Iterator[Delta]:
+        for choice in _choices(answer):
+            yield from self._message(choice, choice["message"])
+            yield from self._end(choice)
+
+    def _message(self, choice: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Delta]:
+        text = _text(message.get("content")) + _text(message.get("refusal"))
+        calls = message.get("tool_calls") or ()
+        scored = () if calls else self._scored(choice.get("logprobs") or {})
+        if text or scored:
+            yield TextDelta(text, scored)
+        for position, call in enumerate(calls):
+            yield from self._call(call, position)
+
+    def _call(self, call: Mapping[str, Any], position: int) -> Iterator[Delta]:
+        """Servers differ in what they repeat with each chunk: the id, a new id, the name, or nothing. A call begins
+        with a name, and another index or id."""
+        index, function = call.get("index"), call.get("function") or {}
+        index = position if index is None else index
+        name, given_id = function.get("name") or "", call.get("id") or ""
+        written = function.get("arguments") or ""
+        if isinstance(written, dict):
+            written = orjson.dumps(written).decode()
+        if type(index) is not int or not all(isinstance(one, str) for one in (name, given_id, written)):
+            raise TypeError("a call of other types")
+        if name and (index != self._index or (given_id and given_id != self._id)):
+            if (index, given_id) in self._seen:
+                raise ValueError("a call that has ended goes on")
+            yield from self._close()
+            self._seen.add((index, given_id))
+            self._index, self._id, self._calls, self._has_arguments = index, given_id, self._calls + 1, bool(written)
+            yield CallDelta(self._calls, name, written)
+        elif index != self._index:
+            raise ValueError("a call without a name, or one that has ended")
+        elif written:
+            self._has_arguments = True
+            yield CallDelta(self._calls, arguments=written)
+
+    def _close(self) -> Iterator[Delta]:
+        """A call whose arguments are no text has none."""
+        if not self._has_arguments:
+            self._has_arguments = True
+            yield CallDelta(self._calls, arguments="{}")
+
+    def _end(self, choice: Mapping[str, Any]) -> Iterator[Delta]:
+        why = choice.get("finish_reason")
+        if not why or why in _BROKEN:
+            return
+        yield from self._close()
+        called = self._calls >= 0 and why != "content_filter"
+        self.reason = "length" if why in _CUT else "tool_calls" if called else "stop"
+        if (stop := choice.get("stop_reason")) in self._stops:  # vLLM and SGLang say it
+            self.stop = stop
+
+    def _scored(self, logprobs: Mapping[str, Any]) -> tuple[ScoredToken, ...]:
+        if self._top is None:
+            return ()
+        entries = [*(logprobs.get("content") or ()), *(logprobs.get("refusal") or ())]
+        return tuple(self._token(one, self._top) for one in entries)
+
+    def _token(self, entry: Mapping[str, Any], top: int) -> ScoredToken:
+        token, offset = _spelled(entry), self._chars
+        self._chars += len(self._decoder.decode(token.bytes or b""))
+        others = [(_spelled(one), _number(one["logprob"])) for one in entry.get("top_logprobs") or ()]
+        others.sort(key=lambda one: -one[1])
+        return ScoredToken(token, _number(entry["logprob"]), tuple(others[:top]), offset)
+
+
+def _choices(answer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The first, where there is one."""
+    if answer.get("error"):
+        raise refusal(answer["error"])
+    return (choice for choice in answer.get("choices") or () if not choice.get("index"))
+
+
+def _spelled(entry: Mapping[str, Any]) -> Spelled:
+    """Servers that know no bytes of tokens leave them out; null are those of a special token."""
+    text = _text(entry["token"])
+    given = entry.get("bytes", list(text.encode()))
+    if given is not None and not isinstance(given, list):
+        raise TypeError("no bytes")
+    return Spelled(text, None if given is None else bytes(given))
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError("no number")
+    return float(value)
+
+
+def _text(content: Any) -> str:
+    """Empty for null. Of parts, as Mistral's reasoning models write them, those that are text."""
+    if isinstance(content, list):
+        return "".join(_text(part["text"]) for part in content if part.get("type") == "text")
+    if content is not None and not isinstance(content, str):
+        raise TypeError("no text")
+    return content or ""
+
+
+def refusal(error: Any) -> UpstreamRefusedError:
+    """Of `error`, which is an object or the message alone. Its code may be a status."""
+    fields = error if isinstance(error, dict) else {"message": error}
+    code = fields.get("code")
+    if type(code) is not int or not 400 <= code < 600:
+        code = next((_STATUS[one] for one in (code, fields.get("type")) if one in _STATUS), 500)
+    return UpstreamRefusedError(_text(fields["message"])[:MAX_ERROR_CHARS], code)
