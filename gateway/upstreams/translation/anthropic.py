@@ -33,13 +33,14 @@ from gateway.upstreams.translation.base import (
     check_sampling,
     lacks,
     num_instructions,
+    refusal,
     results_of,
+    string_of,
     text_of,
 )
 
 DEFAULT_MAX_TOKENS: Final = 4096
 """Every model of this API can write as many."""
-MAX_ERROR_CHARS: Final = 2_000
 
 _API: Final = "Anthropic messages"
 _HOUR_FROM_S: Final = (300 + 3600) / 2
@@ -249,7 +250,7 @@ class _Reader(AnswerReader):
             self._calls[index] = len(self._calls)
             if not isinstance(self._input, dict) or not block["name"]:
                 raise TypeError("a call without a name, or with arguments that are no object")
-            yield CallDelta(self._calls[index], _string(block["name"]))
+            yield CallDelta(self._calls[index], string_of(block["name"]))
 
     def _delta(self, index: int, delta: Mapping[str, Any]) -> Iterator[Delta]:
         if delta["type"] == "text_delta":
@@ -257,12 +258,12 @@ class _Reader(AnswerReader):
         elif delta["type"] == "input_json_delta" and index in self._calls:
             if index != self._open:
                 raise ValueError("arguments of a call that has ended")
-            if written := _string(delta["partial_json"]):
+            if written := string_of(delta["partial_json"]):
                 self._input = None
                 yield CallDelta(self._calls[index], arguments=written)
 
     def _text(self, text: Any) -> Iterator[Delta]:
-        if _string(text):
+        if string_of(text):
             self._has_text = True
             yield TextDelta(text)
 
@@ -284,13 +285,6 @@ class _Reader(AnswerReader):
         self.reason = "length" if why in _CUT else "tool_calls" if called else "stop"
 
 
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("no text")
-    return value
-
-
 def _refusal(event: Mapping[str, Any]) -> UpstreamRefusedError:
     error = event["error"]
-    message = _string(error["message"])[:MAX_ERROR_CHARS]
-    return UpstreamRefusedError(message, _STATUS.get(error.get("type"), 500))
+    return refusal(error["message"], _STATUS.get(error.get("type"), 500))

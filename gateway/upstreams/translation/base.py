@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from gateway.errors import UnsupportedError
+from gateway.errors import UnsupportedError, UpstreamRefusedError
 from gateway.types import CallDelta, ChatPrompt, FinishReason, Request, TextDelta
 
 Delta = TextDelta | CallDelta
@@ -72,6 +72,12 @@ class Form(ABC):
 UNLIMITED: Final = 1 << 30
 """Tokens of an answer: a limit from here on says that there is none."""
 
+MAX_ERROR_CHARS: Final = 2_000
+"""Of what an upstream says is wrong, as clients are told."""
+
+_MAX_DEPTH: Final = 64
+"""Of objects inside of a request; parsers of several APIs stop at a hundred levels."""
+
 
 def chat_of(request: Request, api: str) -> ChatPrompt:
     """Its prompt. Raises UnsupportedError for one that is no chat."""
@@ -107,14 +113,26 @@ def check_sampling(request: Request, api: str, takes: frozenset[str]) -> None:
             raise lacks(api, f"parameter like `{name}`", name)
 
 
+def object_of(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is. None for any other, and for one nested too deeply to be written again."""
+    try:
+        value = orjson.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        inside = (inner for one in level for inner in (one.values() if isinstance(one, dict) else one))
+        level = [inner for inner in inside if isinstance(inner, dict | list)]
+    return None if level else value
+
+
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call in a message of a ChatPrompt. Empty for what is no object."""
     written = call["function"].get("arguments")
     if isinstance(written, str):
-        try:
-            written = orjson.loads(written)
-        except ValueError:
-            return {}
+        written = object_of(written)
     return written if isinstance(written, dict) else {}
 
 
@@ -154,3 +172,15 @@ def num_instructions(messages: Sequence[Mapping[str, Any]]) -> int:
 def text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(content)
+
+
+def string_of(value: Any) -> str:
+    """A value of an answer. Raises TypeError for what is no string."""
+    if not isinstance(value, str):
+        raise TypeError("no string")
+    return value
+
+
+def refusal(message: Any, status: int) -> UpstreamRefusedError:
+    """What an upstream says in the place of an answer. Raises TypeError for what is no message."""
+    return UpstreamRefusedError(string_of(message)[:MAX_ERROR_CHARS], status)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -204,10 +205,8 @@ def test_a_conversation_without_text_and_a_text_are_refused() -> None:
     with pytest.raises(BadRequestError) as caught:
         FORM.write(chat(user(" ")), "claude")
     assert caught.value.param == "messages"
-    request = chat()
-    object.__setattr__(request, "prompt", TextPrompt("p"))
     with pytest.raises(UnsupportedError):
-        FORM.write(request, "claude")
+        FORM.write(replace(chat(), prompt=TextPrompt("p")), "claude")
 
 
 def marked(body: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -1,0 +1,226 @@
+"""Gemini generateContent as an upstream: POST /v1beta/models/{model}:generateContent, or :streamGenerateContent. Pure.
+
+    systemInstruction    the system messages that come before all others; later ones are text of the user's turn
+    contents             messages of one side that follow each other are one turn, a user's with its function responses
+                         first; empty texts are left out
+    functionResponse     the object that a result is, else its text as `output`; its name is that of its call
+    toolConfig           AUTO, ANY or NONE; VALIDATED where tools are strict, or the model may call some of them only
+    candidates           one; thoughts are left out. The API has no field for one call at most: others are left out
+
+Calls of earlier turns have no signature of the model's thoughts here, which newer models refuse, unless it is the one
+that the API documents for conversations with other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import orjson
+
+from gateway.errors import BadRequestError
+from gateway.types import CallDelta, ChatPrompt, Constraint, FinishReason, Request, TextDelta, Tool, ToolUse
+from gateway.upstreams.translation.base import (
+    UNLIMITED,
+    AnswerReader,
+    Delta,
+    Form,
+    Written,
+    arguments_of,
+    call_id,
+    chat_of,
+    check_sampling,
+    lacks,
+    num_instructions,
+    object_of,
+    refusal,
+    results_of,
+    string_of,
+    text_of,
+)
+
+MAX_STOPS: Final = 5
+
+_API: Final = "Gemini generateContent"
+_NO_SIGNATURE: Final = "skip_thought_signature_validator"
+_SAMPLING: Final = {
+    "temperature": ("temperature", 1.0),
+    "top_p": ("topP", 1.0),
+    "top_k": ("topK", 0),
+    "presence_penalty": ("presencePenalty", 0.0),
+    "frequency_penalty": ("frequencyPenalty", 0.0),
+}
+"""Fields of Sampling -> of generationConfig, and the value that changes nothing."""
+_FAILED: Final = frozenset(
+    ("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CALLS", "MALFORMED_RESPONSE")
+)
+"""Reasons of an end that leaves no answer: the model wrote what cannot be read."""
+
+Fields = dict[str, Any]
+
+
+class GeminiGenerate(Form):
+    dialect = "gemini"
+
+    def write(self, request: Request, model: str) -> Written:
+        chat = chat_of(request, _API)
+        check_sampling(request, _API, frozenset(("top_k", "seed", "presence_penalty", "frequency_penalty")))
+        if request.prewarm:
+            raise lacks(_API, "way to compute a prompt without an answer", "max_tokens")
+        if chat.continues:
+            raise lacks(_API, "answer that goes on with the last message", request.prompt_param)
+        if len(request.stop) > MAX_STOPS:
+            raise lacks(_API, f"more than {MAX_STOPS} stop strings", "stop")
+        instruction, contents = _conversation(chat)
+        if not contents:
+            raise BadRequestError(f"{_API} takes no conversation without any text.", param=request.prompt_param)
+        optional = {
+            "systemInstruction": {"parts": instruction} if instruction else None,
+            "tools": [{"functionDeclarations": [_declaration(tool) for tool in chat.tools]}] if chat.tools else None,
+            "toolConfig": _tool_config(chat, request.tool_use) if chat.tools else None,
+            "generationConfig": _generation(request),
+        }
+        body = {"contents": contents} | {name: value for name, value in optional.items() if value}
+        if request.stream:
+            return Written("/v1beta/models/{model}:streamGenerateContent", body, "alt=sse")
+        return Written("/v1beta/models/{model}:generateContent", body)
+
+    def reader(self, request: Request) -> AnswerReader:
+        return _Reader(one_call=request.tool_use is not None and not request.tool_use.parallel)
+
+
+def _conversation(chat: ChatPrompt) -> tuple[list[Fields], list[Fields]]:
+    """The parts of the instruction, and the contents."""
+    instructions, results = num_instructions(chat.messages), results_of(chat.messages)
+    instruction: list[Fields] = []
+    contents: list[Fields] = []
+    for at, message in enumerate(chat.messages):
+        text = text_of(message)
+        parts: list[Fields] = [{"text": text}] if text else []
+        if at in results:
+            one, name = results[at]
+            response: Fields = {"name": name, "response": _response(text)}
+            parts = [{"functionResponse": {"id": one, **response} if one else response}]
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            named = {"id": call_id(call, at, number), "name": call["function"]["name"], "args": arguments_of(call)}
+            # Of several calls at once, the first has the signature.
+            parts.append({"functionCall": named, **({} if number else {"thoughtSignature": _NO_SIGNATURE})})
+        if at < instructions:
+            instruction += parts
+        elif parts:
+            role = "model" if message["role"] == "assistant" else "user"
+            if not contents or contents[-1]["role"] != role:
+                contents.append({"role": role, "parts": []})
+            contents[-1]["parts"] += parts
+    for content in contents:
+        if content["role"] == "user":
+            content["parts"].sort(key=lambda part: "functionResponse" not in part)
+    return instruction, contents
+
+
+def _response(text: str) -> Fields:
+    found = object_of(text)
+    return {"output": text} if found is None else found
+
+
+def _declaration(tool: Tool) -> Fields:
+    optional = {"description": tool.description, "parametersJsonSchema": tool.parameters}
+    return {"name": tool.name} | {name: value for name, value in optional.items() if value}
+
+
+def _tool_config(chat: ChatPrompt, use: ToolUse | None) -> Fields | None:
+    """None is the mode AUTO. All tools are declared, so that a prefix with them is the same for each choice."""
+    if use is None:
+        return {"functionCallingConfig": {"mode": "NONE"}}
+    some = len(use.callable) < len(chat.tools)
+    if use.mode == "auto" and not some and not any(tool.strict for tool in use.callable):
+        return None
+    calling: Fields = {"mode": "ANY" if use.mode == "required" else "VALIDATED"}
+    if some:
+        calling["allowedFunctionNames"] = [tool.name for tool in use.callable]
+    return {"functionCallingConfig": calling}
+
+
+def _generation(request: Request) -> Fields:
+    sampling = request.sampling
+    config: Fields = {
+        theirs: value for ours, (theirs, usual) in _SAMPLING.items() if (value := getattr(sampling, ours)) != usual
+    }
+    if 0 < sampling.max_tokens < UNLIMITED:
+        config["maxOutputTokens"] = sampling.max_tokens
+    if sampling.seed is not None:
+        config["seed"] = sampling.seed % (1 << 31)  # a 32-bit integer there
+    if request.stop:
+        config["stopSequences"] = list(request.stop)
+    return config | _format(request.constraint)
+
+
+def _format(constraint: Constraint | None) -> Fields:
+    if constraint is None:
+        return {}
+    kind, text = constraint.grammar.kind, constraint.grammar.text
+    if kind not in ("json_object", "json_schema"):
+        raise lacks(_API, "such structured output: it takes a JSON Schema", constraint.param)
+    schema = orjson.loads(text) if kind == "json_schema" else True
+    if schema is False:
+        raise lacks(_API, "schema that nothing validates against", constraint.param)
+    return {"responseMimeType": "application/json"} | ({"responseJsonSchema": schema} if schema is not True else {})
+
+
+class _Reader(AnswerReader):
+    """Parts other than texts and calls are passed over. Which stop string ended an answer is not told."""
+
+    def __init__(self, *, one_call: bool) -> None:
+        self._one_call = one_call
+        self._num_calls = 0
+        self._has_text = False
+
+    def whole(self, answer: Mapping[str, Any]) -> Iterator[Delta]:
+        return self.event(answer)
+
+    def event(self, event: Mapping[str, Any]) -> Iterator[Delta]:
+        if error := event.get("error"):
+            raise refusal(error["message"], _status(error.get("code")))
+        feedback = event.get("promptFeedback") or {}
+        if blocked := feedback.get("blockReason"):
+            raise refusal(_why("The prompt was blocked", blocked, feedback.get("blockReasonMessage")), 400)
+        candidates = event.get("candidates")
+        if not candidates:
+            return
+        candidate = candidates[0]
+        for part in (candidate.get("content") or {}).get("parts") or ():
+            yield from self._part(part)
+        if why := candidate.get("finishReason"):
+            yield from self._end(why, candidate.get("finishMessage"))
+
+    def _part(self, part: Mapping[str, Any]) -> Iterator[Delta]:
+        if part.get("thought"):
+            return
+        if text := part.get("text"):
+            self._has_text = True
+            yield TextDelta(string_of(text))
+        if (call := part.get("functionCall")) is not None and not (self._one_call and self._num_calls):
+            arguments = call.get("args") or {}
+            if not call["name"] or not isinstance(arguments, dict):
+                raise TypeError("a call without a name, or with arguments that are no object")
+            yield CallDelta(self._num_calls, string_of(call["name"]), orjson.dumps(arguments).decode())
+            self._num_calls += 1
+
+    def _end(self, why: str, message: Any) -> Iterator[Delta]:
+        """What was stopped before any text says why. A stream may end more than once."""
+        if why in _FAILED:
+            raise refusal(_why("The model wrote no answer that can be read", why, message), 502)
+        if why not in ("STOP", "MAX_TOKENS") and message and not self._has_text:
+            self._has_text = True
+            yield TextDelta(string_of(message))
+        ended: FinishReason = "tool_calls" if self._num_calls and why == "STOP" else "stop"
+        self.reason = "length" if why == "MAX_TOKENS" else ended
+
+
+def _status(code: Any) -> int:
+    return code if type(code) is int and 400 <= code < 600 else 500
+
+
+def _why(what: str, reason: Any, message: Any) -> str:
+    more = f": {message}" if isinstance(message, str) else ""
+    return f"{what} ({reason}){more}"
