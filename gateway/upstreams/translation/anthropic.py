@@ -13,8 +13,7 @@ Thoughts of earlier turns are left out: the API takes them back only with its ow
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import orjson
@@ -100,19 +99,18 @@ class AnthropicMessages(Form):
 def _conversation(chat: ChatPrompt) -> tuple[list[Block], list[Block]]:
     """The blocks of `system`, and the turns."""
     instructions, results = num_instructions(chat.messages), results_of(chat.messages)
-    ends: defaultdict[int, list[Marker]] = defaultdict(list)
-    for marker in chat.markers:
-        if marker.tool is None:
-            ends[marker.message].append(marker)
+    in_messages = [marker for marker in chat.markers if marker.tool is None]
     system: list[Block] = []
     turns: list[Block] = []
     for at, message in enumerate(chat.messages):
-        text, marked = text_of(message), ends[at]
+        text, marked = text_of(message), [one for one in in_messages if one.message == at]
         if at in results:
             block = {"type": "tool_result", "tool_use_id": _id(results[at][0]), "content": text}
             blocks = [block | _control(marked)]
         else:
-            blocks = [*_texts(text, [marker for marker in marked if marker.call is None]), *_calls(message, at, marked)]
+            blocks = _texts(text, marked)
+            if "tool_calls" in message:
+                blocks += _calls(message, at, marked)
         if at < instructions:
             system += blocks
         elif blocks:
@@ -120,21 +118,23 @@ def _conversation(chat: ChatPrompt) -> tuple[list[Block], list[Block]]:
             if not turns or turns[-1]["role"] != role:
                 turns.append({"role": role, "content": []})
             turns[-1]["content"] += blocks
-    for turn in turns:
+    for turn in turns if results else ():
         turn["content"].sort(key=lambda block: block["type"] != "tool_result")
     return system, turns
 
 
-def _texts(text: str, marked: Iterable[Marker]) -> Iterator[Block]:
+def _texts(text: str, marked: Sequence[Marker]) -> list[Block]:
     """A text in blocks that end where it is marked, none of them blank."""
+    blocks: list[Block] = []
     start = 0
-    for marker in sorted(marked, key=lambda one: one.chars):
+    for marker in sorted(marked, key=lambda one: one.chars) if marked else ():
         end = marker.chars if text[marker.chars :].strip() else len(text)
-        if text[start:end].strip():
-            yield {"type": "text", "text": text[start:end], **_control([marker])}
+        if marker.call is None and text[start:end].strip():
+            blocks.append({"type": "text", "text": text[start:end], **_control([marker])})
             start = end
-    if text[start:].strip():
-        yield {"type": "text", "text": text[start:]}
+    if (rest := text[start:]) and not rest.isspace():
+        blocks.append({"type": "text", "text": rest})
+    return blocks
 
 
 def _calls(message: Mapping[str, Any], at: int, marked: Sequence[Marker]) -> Iterator[Block]:

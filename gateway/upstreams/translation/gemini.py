@@ -112,9 +112,8 @@ def _conversation(chat: ChatPrompt) -> tuple[list[Fields], list[Fields]]:
             if not contents or contents[-1]["role"] != role:
                 contents.append({"role": role, "parts": []})
             contents[-1]["parts"] += parts
-    for content in contents:
-        if content["role"] == "user":
-            content["parts"].sort(key=lambda part: "functionResponse" not in part)
+    for content in contents if results else ():
+        content["parts"].sort(key=lambda part: "functionResponse" not in part)
     return instruction, contents
 
 
