@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from engine.protocol import Sampling
 from gateway.types import CallDelta, ChatPrompt, FinishReason, Request, Tenant, TextDelta, Tool
@@ -82,6 +83,19 @@ def read_stream(
 def read_whole(reader: AnswerReader, answer: Any) -> tuple[str, list[tuple[str, str]], FinishReason | None, str | None]:
     text, calls = heard(reader.whole(answer))
     return text, calls, reader.reason, reader.stop
+
+
+def check_types(types: TypeAdapter[Any], body: Any, *, extra: Literal["forbid"] | None = None) -> None:
+    """Raises ValidationError for what the types do not take, also in an Iterable, which pydantic checks late."""
+    _read_all(types.validate_python(body, extra=extra))
+
+
+def _read_all(value: Any) -> None:
+    if isinstance(value, Mapping):
+        value = value.values()
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        for one in value:
+            _read_all(one)
 
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -23,6 +23,7 @@ from tests.fakes.translated import (
     WEATHER,
     call,
     chat,
+    check_types,
     conversations,
     read_stream,
     read_whole,
@@ -47,7 +48,7 @@ def written(request: Request) -> dict[str, Any]:
     assert (path, query, body["model"]) == ("/v1/messages", "", "claude")
     body = orjson.loads(orjson.dumps(body))
     types = STREAMED if body.get("stream") else WHOLE
-    types.validate_python({name: value for name, value in body.items() if name not in SAMPLING}, extra="forbid")
+    check_types(types, {name: value for name, value in body.items() if name not in SAMPLING}, extra="forbid")
     roles = [turn["role"] for turn in body["messages"]]
     assert all(one != other for one, other in pairwise(roles))
     for turn in body["messages"]:

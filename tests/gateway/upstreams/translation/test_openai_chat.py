@@ -35,6 +35,7 @@ from tests.fakes.translated import (
     WEATHER,
     call,
     chat,
+    check_types,
     conversations,
     read_stream,
     read_whole,
@@ -55,7 +56,7 @@ def written(request: Request, model: str = "m") -> dict[str, Any]:
     path, body, query = FORM.write(request, model)
     assert (path, query, body["model"]) == ("/v1/chat/completions", "", model)
     body = orjson.loads(orjson.dumps(body))
-    (STREAMED if body.get("stream") else WHOLE).validate_python(body, extra="forbid")
+    check_types(STREAMED if body.get("stream") else WHOLE, body, extra="forbid")
     return body
 
 
