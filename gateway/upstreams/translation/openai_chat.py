@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
@@ -52,6 +52,7 @@ _BROKEN: Final = ("error", "abort", "insufficient_system_resource")
 _STATUS: Final = {
     "invalid_request_error": 400,
     "BadRequestError": 400,
+    "invalid_prompt": 400,
     "rate_limit_exceeded": 429,
     "server_is_overloaded": 503,
 }
@@ -65,6 +66,8 @@ class OpenAIChat(Form):
     def write(self, request: Request, model: str) -> Written:
         chat, sampling = chat_of(request, _API), request.sampling
         check(request, chat, _API, _TAKES)
+        if request.prewarm:
+            raise lacks(_API, "way to compute a prompt without an answer", "max_tokens")
         if len(request.stop) > MAX_STOPS:
             raise lacks(_API, f"more than {MAX_STOPS} stop strings", "stop")
         limit = "max_completion_tokens" if _OPENAI.match(model) else "max_tokens"
@@ -96,8 +99,6 @@ class OpenAIChat(Form):
 def check(request: Request, chat: ChatPrompt, api: str, takes: frozenset[str]) -> None:
     """Raises UnsupportedError for what no API of OpenAI has a field for."""
     check_sampling(request, api, takes)
-    if request.prewarm:
-        raise lacks(api, "way to compute a prompt without an answer", "max_tokens")
     if chat.continues:
         raise lacks(api, "way to go on with a message of the assistant", request.prompt_param)
 
@@ -209,9 +210,7 @@ class _Reader(AnswerReader):
     """Thoughts are passed over, and answers behind the first."""
 
     def __init__(self, request: Request) -> None:
-        self._stops, self._top = request.stop, request.sampling.logprobs
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._chars = 0  # of the tokens that were scored
+        self._stops, self._scores = request.stop, Scores(request)
         self._calls = -1  # number of the last call
         self._seen = set[tuple[int, str]]()  # indexes and ids of the calls
         self._index, self._id = -1, ""  # of the last call
@@ -228,9 +227,10 @@ class _Reader(AnswerReader):
             yield from self._end(choice)
 
     def _message(self, choice: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Delta]:
-        text = _text(message.get("content")) + _text(message.get("refusal"))
+        text = plain_text(message.get("content")) + plain_text(message.get("refusal"))
         calls = message.get("tool_calls") or ()
-        scored = () if calls else self._scored(choice.get("logprobs") or {})
+        scores = {} if calls else choice.get("logprobs") or {}
+        scored = self._scores.read([*(scores.get("content") or ()), *(scores.get("refusal") or ())])
         if text or scored:
             yield TextDelta(text, scored)
         for position, call in enumerate(calls):
@@ -276,11 +276,24 @@ class _Reader(AnswerReader):
         if (stop := choice.get("stop_reason")) in self._stops:  # vLLM and SGLang say it
             self.stop = stop
 
-    def _scored(self, logprobs: Mapping[str, Any]) -> tuple[ScoredToken, ...]:
-        if self._top is None:
-            return ()
-        entries = [*(logprobs.get("content") or ()), *(logprobs.get("refusal") or ())]
-        return tuple(self._token(one, self._top) for one in entries)
+
+def _choices(answer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The first, where there is one."""
+    if answer.get("error"):
+        raise refusal(answer["error"])
+    return (choice for choice in answer.get("choices") or () if not choice.get("index"))
+
+
+class Scores:
+    """Reads the log probabilities of an answer's tokens, where they were asked for."""
+
+    def __init__(self, request: Request) -> None:
+        self._top = request.sampling.logprobs
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._chars = 0  # of the tokens so far
+
+    def read(self, entries: Iterable[Mapping[str, Any]]) -> tuple[ScoredToken, ...]:
+        return () if self._top is None else tuple(self._token(one, self._top) for one in entries)
 
     def _token(self, entry: Mapping[str, Any], top: int) -> ScoredToken:
         token, offset = _spelled(entry), self._chars
@@ -290,16 +303,9 @@ class _Reader(AnswerReader):
         return ScoredToken(token, _number(entry["logprob"]), tuple(others[:top]), offset)
 
 
-def _choices(answer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The first, where there is one."""
-    if answer.get("error"):
-        raise refusal(answer["error"])
-    return (choice for choice in answer.get("choices") or () if not choice.get("index"))
-
-
 def _spelled(entry: Mapping[str, Any]) -> Spelled:
     """Servers that know no bytes of tokens leave them out; null are those of a special token."""
-    text = _text(entry["token"])
+    text = plain_text(entry["token"])
     given = entry.get("bytes", list(text.encode()))
     if given is not None and not isinstance(given, list):
         raise TypeError("no bytes")
@@ -312,10 +318,10 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _text(content: Any) -> str:
+def plain_text(content: Any) -> str:
     """Empty for null. Of parts, as Mistral's reasoning models write them, those that are text."""
     if isinstance(content, list):
-        return "".join(_text(part["text"]) for part in content if part.get("type") == "text")
+        return "".join(plain_text(part["text"]) for part in content if part.get("type") == "text")
     if content is not None and not isinstance(content, str):
         raise TypeError("no text")
     return content or ""
@@ -327,4 +333,4 @@ def refusal(error: Any) -> UpstreamRefusedError:
     code = fields.get("code")
     if type(code) is not int or not 400 <= code < 600:
         code = next((_STATUS[one] for one in (code, fields.get("type")) if one in _STATUS), 500)
-    return UpstreamRefusedError(_text(fields["message"])[:MAX_ERROR_CHARS], code)
+    return UpstreamRefusedError(plain_text(fields["message"])[:MAX_ERROR_CHARS], code)

@@ -1,0 +1,203 @@
+"""OpenAI's Responses API as an upstream: POST /v1/responses. Pure.
+
+    instructions  the system message that comes first, where others follow; all others are items of the input
+    input         messages, and calls and results as items of their own, results right behind their calls
+    strict        is always said of a tool: this API takes one that does not say it as strict
+    store         false: the upstream keeps nothing
+    prewarm       computes the prompt and answers nothing, as the request's own does
+
+Names of messages and thoughts of earlier turns are left out: the API takes thoughts back only as it encrypted them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from gateway.types import CallDelta, ChatPrompt, Constraint, Request, TextDelta, ToolUse
+from gateway.upstreams.translation.base import (
+    UNLIMITED,
+    AnswerReader,
+    Delta,
+    Form,
+    Written,
+    arguments_text,
+    call_id,
+    chat_of,
+    lacks,
+    num_instructions,
+    results_of,
+    text_of,
+)
+from gateway.upstreams.translation.openai_chat import (
+    Scores,
+    check,
+    choice_of,
+    functions_of,
+    plain_text,
+    refusal,
+    results_first,
+    schema_of,
+)
+
+MIN_TOKENS: Final = 16
+"""The least limit of an answer."""
+
+_API: Final = "OpenAI responses"
+_LOGPROBS: Final = "message.output_text.logprobs"
+
+Json = dict[str, Any]
+
+
+class OpenAIResponses(Form):
+    dialect = "openai"
+
+    def write(self, request: Request, model: str) -> Written:
+        chat, sampling, use = chat_of(request, _API), request.sampling, request.tool_use
+        check(request, chat, _API, frozenset(("logprobs",)))
+        if request.stop:
+            raise lacks(_API, "stop strings", "stop")
+        limit = sampling.max_tokens if sampling.max_tokens < UNLIMITED else 0
+        if 0 < limit < MIN_TOKENS:
+            raise lacks(_API, f"limit below {MIN_TOKENS} tokens", "max_tokens")
+        instructions = num_instructions(chat.messages) > 0
+        optional = {
+            "instructions": text_of(chat.messages[0]) if instructions else None,
+            "max_output_tokens": limit,
+            "text": _format(request.constraint),
+            "include": None if sampling.logprobs is None else [_LOGPROBS],
+            "top_logprobs": sampling.logprobs,
+            "stream": request.stream,
+            "prompt_cache_options": {"prewarm": True} if request.prewarm else None,
+            **_tools(chat, use),
+        }
+        body: Json = {"model": model, "store": False, "input": _items(chat, 1 if instructions else 0)}
+        body |= {name: value for name, value in optional.items() if value}
+        usual = {"temperature": 1, "top_p": 1}
+        body |= {name: value for name, as_usual in usual.items() if (value := getattr(sampling, name)) != as_usual}
+        if use is not None and not use.parallel:
+            body["parallel_tool_calls"] = False
+        return Written("/v1/responses", body)
+
+    def reader(self, request: Request) -> AnswerReader:
+        return _Reader(request)
+
+
+def _items(chat: ChatPrompt, first: int) -> list[Json]:
+    """From this message on."""
+    results = results_of(chat.messages)
+    items: list[Json] = []
+    for at in results_first(chat.messages)[first:]:
+        message = chat.messages[at]
+        text, calls = text_of(message), message.get("tool_calls") or ()
+        if at in results:
+            items.append({"type": "function_call_output", "call_id": results[at][0], "output": text})
+        elif text or not calls:
+            items.append({"role": message["role"], "content": text})
+        for number, call in enumerate(calls):
+            called = {"name": call["function"]["name"], "arguments": arguments_text(call) or "{}"}
+            items.append({"type": "function_call", "call_id": call_id(call, at, number), **called})
+    return items
+
+
+def _tools(chat: ChatPrompt, use: ToolUse | None) -> Json:
+    if not chat.tools:
+        return {}
+    mode, name = choice_of(use)
+    return {
+        "tools": [{"type": "function", "strict": False, **one} for one in functions_of(chat, use)],
+        "tool_choice": {"type": "function", "name": name} if name else mode,
+    }
+
+
+def _format(constraint: Constraint | None) -> Json | None:
+    if constraint is None:
+        return None
+    if constraint.grammar.kind == "json_object":
+        return {"format": {"type": "json_object"}}
+    return {"format": {"type": "json_schema", **schema_of(constraint, _API)}}
+
+
+class _Reader(AnswerReader):
+    """Items other than messages and calls are passed over: thoughts, and tools that the upstream runs itself."""
+
+    def __init__(self, request: Request) -> None:
+        self._scores = Scores(request)
+        self._calls: dict[int, int] = {}  # number of an item -> of its call
+        self._open: int | None = None  # item of the last call
+        self._has_arguments = True  # the last call, or there is none
+
+    def event(self, event: Mapping[str, Any]) -> Iterator[Delta]:
+        kind = event.get("type")
+        if kind == "error" or event.get("error"):
+            raise refusal(event.get("error") or event)
+        match kind:
+            case "response.output_text.delta" | "response.refusal.delta":
+                yield from self._text(event["delta"], event.get("logprobs"))
+            case "response.output_item.added":
+                yield from self._begin(event["output_index"], event["item"])
+            case "response.function_call_arguments.delta":
+                yield from self._arguments(event["output_index"], event["delta"])
+            case "response.output_item.done":
+                yield from self._whole_call(event["output_index"], event["item"])
+            case "response.completed" | "response.incomplete" | "response.failed":
+                yield from self._end(event["response"])
+
+    def whole(self, answer: Mapping[str, Any]) -> Iterator[Delta]:
+        for index, item in enumerate(answer.get("output") or ()):
+            if item["type"] == "message":
+                for part in item["content"]:
+                    if part["type"] in ("output_text", "refusal"):
+                        yield from self._text(part.get("text", part.get("refusal")), part.get("logprobs"))
+            yield from self._whole_call(index, item)
+        yield from self._end(answer)
+
+    def _text(self, given: Any, scores: Any) -> Iterator[Delta]:
+        text, scored = plain_text(given), self._scores.read(scores or ())
+        if text or scored:
+            yield TextDelta(text, scored)
+
+    def _begin(self, index: Any, item: Mapping[str, Any]) -> Iterator[Delta]:
+        if item["type"] != "function_call":
+            return
+        name = item["name"]
+        if type(index) is not int or index in self._calls or not isinstance(name, str) or not name:
+            raise ValueError("a call without a number or a name of its own")
+        yield from self._close()
+        self._open, self._calls[index], self._has_arguments = index, len(self._calls), False
+        yield CallDelta(self._calls[index], name)
+        yield from self._arguments(index, item.get("arguments"))
+
+    def _arguments(self, index: Any, given: Any) -> Iterator[Delta]:
+        if index != self._open:
+            raise ValueError("arguments of a call that is not open")
+        if written := plain_text(given):
+            self._has_arguments = True
+            yield CallDelta(self._calls[index], arguments=written)
+
+    def _whole_call(self, index: Any, item: Mapping[str, Any]) -> Iterator[Delta]:
+        """One that is complete: it may have begun, and its arguments may have come."""
+        if index not in self._calls:
+            yield from self._begin(index, item)
+        elif index == self._open and not self._has_arguments:
+            yield from self._arguments(index, item.get("arguments"))
+        if index == self._open:
+            yield from self._close()
+
+    def _close(self) -> Iterator[Delta]:
+        """A call whose arguments are no text has none."""
+        if self._open is not None and not self._has_arguments:
+            yield CallDelta(self._calls[self._open], arguments="{}")
+        self._open, self._has_arguments = None, True
+
+    def _end(self, response: Mapping[str, Any]) -> Iterator[Delta]:
+        if response.get("error"):
+            raise refusal(response["error"])
+        status, why = response["status"], (response.get("incomplete_details") or {}).get("reason")
+        if status not in ("completed", "incomplete"):
+            return
+        yield from self._close()
+        if status == "completed":
+            self.reason = "tool_calls" if self._calls else "stop"
+        else:
+            self.reason = "stop" if why == "content_filter" else "length"
