@@ -271,6 +271,7 @@ class Gateway:
             on_load=self.queue.heard,
             on_rank=self.registry.attach,
             prefix=self.memory.prefix,
+            on_computed=self.index.computed,
             hot=self.hot_prefixes,
             leases=LeaseBudget(engine.lease_share, engine.lease_tenant_share, engine.max_leases),
         )
@@ -297,13 +298,13 @@ class Gateway:
     def _distrust(self, incarnation: str) -> None:
         """What memory has of an engine is wrong. A replica's events are read again; a bundled engine's blocks are in
         Redis, and come back to memory when they are computed again, or with the next connection."""
-        self.memory.drop(incarnation)
+        self.index.drop(incarnation)
         for replica in self.fleet.replicas:
             if replica.joined and replica.hello.incarnation == incarnation:
                 replica.resync()
 
     def _lost(self, incarnation: str) -> None:
-        self.memory.drop(incarnation)
+        self.index.drop(incarnation)
         self.queue.forget(incarnation)
 
     def _engine_statuses(self) -> list[EngineStatus]:

@@ -21,6 +21,7 @@ from engine.protocol import ENGINES_KEY, blocks_key
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
+from gateway.index.recent import RecentBlocks
 from gateway.storage.redis_calls import RedisCalls
 
 
@@ -30,6 +31,7 @@ class PrefixIndex:
     def __init__(self, memory: MemoryIndex, calls: RedisCalls | None, *, retry_s: float) -> None:
         """`memory` is fed by the engines themselves. Redis is probed every `retry_s`."""
         self._memory = memory
+        self._recent = RecentBlocks()
         self._retry_s = retry_s
         self._calls = calls
         self._script = None if calls is None else calls.script(__package__, "find.lua")
@@ -51,14 +53,25 @@ class PrefixIndex:
             with suppress(RedisDownError):
                 counts = await self._calls.ask(self._script(keys=keys, args=[digests]))
                 held = {name: count for name, count in zip(incarnations, counts, strict=True) if count >= 0}
-        if len(held) == len(incarnations):
-            return held
-        return {**self._memory.find(digests, [name for name in incarnations if name not in held]), **held}
+        if len(held) < len(incarnations):
+            held |= self._memory.find(digests, [name for name in incarnations if name not in held])
+        return {name: self._recent.extend(name, digests, count) for name, count in held.items()}
 
     def recall(self, incarnation: str, digests: bytes) -> int | None:
         """Leading blocks of `digests` that one incarnation holds, as memory has it: newer than what Redis has, by what
         is on its way there. None when this gateway does not follow its events, and another one may."""
-        return self._memory.prefix(incarnation, digests) if self._memory.knows(incarnation) else None
+        if not self._memory.knows(incarnation):
+            return None
+        return self._recent.extend(incarnation, digests, self._memory.prefix(incarnation, digests))
+
+    def computed(self, incarnation: str, digests: bytes) -> None:
+        """An engine whose events take their time has computed a prompt with these blocks."""
+        self._recent.add(incarnation, digests, self._memory.prefix(incarnation, digests))
+
+    def drop(self, incarnation: str) -> None:
+        """What memory has of an engine is gone, or wrong."""
+        self._memory.drop(incarnation)
+        self._recent.drop(incarnation)
 
     def start(self) -> None:
         """Begins to probe Redis: it comes back, and goes away, without a request."""

@@ -33,7 +33,7 @@ from gateway.replicas.follower import Follower
 from gateway.replicas.load import LoadMeter
 from gateway.replicas.prefix_leases import LeaseBudget
 from gateway.replicas.rendering import Prompts, Rendering
-from gateway.replicas.replica import OnLoad, Prefix, Replica
+from gateway.replicas.replica import OnComputed, OnLoad, Prefix, Replica
 from gateway.replicas.requests import Target, find_refusal, takes_salt
 from gateway.replicas.secret import FleetSecret
 from gateway.replicas.servers import find_facts
@@ -82,6 +82,7 @@ class Server:
         on_load: OnLoad,
         on_rank: Callable[[Replica], None],
         prefix: Prefix,
+        on_computed: OnComputed,
         hot: HotPrefixes,
         leases: LeaseBudget = LeaseBudget(),  # noqa: B008
     ) -> None:
@@ -95,6 +96,7 @@ class Server:
         on_load       called with a replica that has joined or whose load was read
         on_rank       called with each replica besides the first, once it is known that there is one
         prefix        leading blocks of packed digests that an incarnation holds, as far as this gateway knows
+        on_computed   called with an incarnation and packed digests of a prompt that it has computed
         hot           is told what requests reuse
         """
         self.settings, self._key = settings, key
@@ -105,7 +107,7 @@ class Server:
         self._held_s = 0.0  # before it is joined again, at least
         self._on_tokenizer, self._on_blocks, self._on_lost = on_tokenizer, on_blocks, on_lost
         self._on_load, self._on_rank, self._prefix = on_load, on_rank, prefix
-        self._hot, self._leases = hot, leases
+        self._on_computed, self._hot, self._leases = on_computed, hot, leases
         self._followers: list[Follower] = []
         self._told = ""  # why it is not joined, as the log says
         self._warned: dict[str, str] = {}  # what the log says of it, by topic
@@ -136,6 +138,7 @@ class Server:
             stop=self.stop,
             prefix=self._prefix,
             on_load=self._on_load,
+            on_computed=self._on_computed,
             hot=self._hot,
             leases=self._leases,
             calls=self._calls(),

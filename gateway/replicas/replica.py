@@ -43,6 +43,7 @@ MAX_REFUSAL_BYTES: Final = 1 << 20
 _PURGES: Final = {"vllm": "reset_prefix_cache", "sglang": "flush_cache"}
 
 OnLoad = Callable[["Replica"], None]
+OnComputed = Callable[[str, bytes], None]
 Prefix = Callable[[str, bytes], int]
 
 
@@ -70,6 +71,7 @@ class Replica:
         stop: Callable[[], Awaitable[None]],
         prefix: Prefix,
         on_load: OnLoad,
+        on_computed: OnComputed,
         hot: HotPrefixes,
         leases: LeaseBudget = LeaseBudget(),  # noqa: B008
         calls: RedisCalls | None = None,
@@ -80,6 +82,7 @@ class Replica:
         start, stop  its server: all ranks join and leave together
         prefix       leading blocks of packed digests that an incarnation holds, as far as this gateway knows
         on_load      called when it has joined, and whenever its load was read
+        on_computed  called with an incarnation and packed digests of a prompt that it has computed
         hot          is told what requests reuse
         calls        of Redis, where gateways share its leases; None without Redis
         """
@@ -91,6 +94,7 @@ class Replica:
         self.heard_s = float("-inf")  # by the clock: when bytes of an answer came last
         self._start, self._stop = start, stop
         self._prefix, self._on_load, self._hot, self._clock = prefix, on_load, hot, clock
+        self._on_computed = on_computed
         self._hello: Hello | None = None
         self._joined: Joined | None = None
         self._rendering: Rendering | None = None  # of its server, from when it joined first
@@ -340,9 +344,7 @@ class Replica:
                     if (update := await self._next(response, lines, answer)) is not None:
                         if answer.wrong is not None and not flight.started:
                             raise EngineLostError(f"Engine {self.name} answers another prompt: {answer.wrong}.")
-                        flight.started = True
-                        if update.cached_tokens:
-                            self._hot.reused(hello, request, prompt, update.cached_tokens)
+                        self._note(flight, hello, prompt, request, update)
                         tokens += len(update.tokens)
                         if claim is not None:
                             self.leases.heard(claim, update)
@@ -357,6 +359,15 @@ class Replica:
                     response.release()  # closes it unless the body has been read
                 else:
                     response.close()
+
+    def _note(
+        self, flight: _Flight, hello: Hello, prompt: EncodedPrompt, request: Request, update: SequenceUpdate
+    ) -> None:
+        if not flight.started and request.use_cache:
+            self._on_computed(hello.incarnation, prompt.digests)
+        flight.started = True
+        if update.cached_tokens:
+            self._hot.reused(hello, request, prompt, update.cached_tokens)
 
     async def _next(self, response: aiohttp.ClientResponse, lines: EventLines, answer: Answer) -> SequenceUpdate | None:
         """What the next bytes say; the last update at their end."""

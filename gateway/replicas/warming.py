@@ -193,9 +193,7 @@ class Warmer:
         await tasks.cancel(self._task)
 
     async def _run(self) -> None:
-        warmed = False
         while not tasks.was_cancelled():
-            await asyncio.sleep(0 if warmed else LOOK_S)
             replicas, warmed = self._replicas(), False
             await self._hand_over({one.url: one.leases for one in replicas})
             self._warming = {one.url: self._warming[one.url] for one in replicas if one.url in self._warming}
@@ -203,6 +201,7 @@ class Warmer:
                 if replica.joined and (prefix := self._choose(replica)) is not None:
                     warmed = True
                     await self._warm(replica, prefix)
+            await asyncio.sleep(0 if warmed else LOOK_S)
 
     async def _hand_over(self, leases: dict[str, LeaseKeeper]) -> None:
         self._leases = {url: one for url, one in self._leases.items() if one.leased_blocks} | leases
