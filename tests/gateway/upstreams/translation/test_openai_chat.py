@@ -278,6 +278,10 @@ STREAMS: dict[str, tuple[list[Any], Any]] = {
     "text with its reason": ([chunk("length", content="Hi")], ("Hi", [], "length", None)),
     "refusal": ([BEGUN, chunk(refusal="No."), chunk("stop")], ("No.", [], "stop", None)),
     "filtered": ([chunk(content="a"), chunk("content_filter")], ("a", [], "stop", None)),
+    "filtered in a call": (
+        [called(part(0, "a", "{}", "c1")), chunk("content_filter")],
+        ("", [("a", "{}")], "stop", None),
+    ),
     "thoughts": ([chunk(reasoning_content="hm"), chunk(content="a"), chunk("stop")], ("a", [], "stop", None)),
     "no choices": ([{"choices": None}, {"object": "x"}, chunk(content="a"), chunk("stop")], ("a", [], "stop", None)),
     "calls": (
