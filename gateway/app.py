@@ -63,6 +63,8 @@ from gateway.storage.redis_calls import RedisCalls, connect, unreadable
 from gateway.types import Trace
 from gateway.upstreams.connections import find_proxy
 from gateway.upstreams.stage import Upstreams
+from gateway.upstreams.translation.forms import FORMS
+from gateway.upstreams.translation.stage import Translation
 from gateway.version import installed_version
 
 if TYPE_CHECKING:
@@ -181,6 +183,7 @@ class Gateway:
             queue=self.queue,
             responses=self.response_cache,
             receipts=self.receipts,
+            hosted=Translation(self.upstreams, FORMS),
         )
 
     def web_app(self) -> web.Application:

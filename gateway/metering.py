@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from engine.protocol import TOKEN_BYTES, Breakpoint, SequenceUpdate
-from gateway.types import ChatPrompt, EncodedPrompt, Lease, Request, Trace, Usage
+from gateway.types import ChatPrompt, EncodedPrompt, Lease, Request, Trace
 
 log = logging.getLogger(__name__)
 
@@ -104,16 +104,3 @@ def _reported_cached(trace: Trace, *, only_leased: bool) -> int:
     """Never less than a lease promised, however much of it was computed again."""
     reused = 0 if only_leased else trace.cached_tokens
     return min(max(reused, trace.lease_read_tokens), trace.prompt_tokens)
-
-
-def usage_of(trace: Trace) -> Usage:
-    """As it is now: completion tokens grow."""
-    return Usage(
-        prompt_tokens=trace.prompt_tokens,
-        completion_tokens=trace.completion_tokens,
-        cached_tokens=trace.reported_cached_tokens,
-        cache_write_tokens=trace.cache_write_tokens,
-        lease=trace.lease.state if trace.lease else None,
-        lease_read_tokens=min(trace.lease_read_tokens, trace.prompt_tokens),
-        lease_writes=trace.lease_writes,
-    )

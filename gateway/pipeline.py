@@ -31,7 +31,7 @@ from gateway.errors import (
 from gateway.metering import KeyMisses
 from gateway.receipts import Receipts
 from gateway.sequence import RunningSequence
-from gateway.stages import Engine, Index, Prompts, Queue, Registry, Responses
+from gateway.stages import Engine, Hosted, Index, Prompts, Queue, Registry, Responses
 from gateway.types import Ask, EncodedPrompt, Event, Group, Request
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Pipeline:
         queue: Queue,
         responses: Responses | None = None,
         receipts: Receipts | None = None,
+        hosted: Hosted | None = None,
     ) -> None:
         self._responses = responses
         self._prompts = prompts
@@ -60,6 +61,13 @@ class Pipeline:
         self._queue = queue
         self._receipts = receipts or Receipts()
         self._key_misses = KeyMisses()
+        self._hosted = hosted
+
+    def find_hosted(self, model: str, tenant: str) -> Hello | None:
+        """What stands for the hello of a model that no engine serves, but an upstream."""
+        if self._hosted is None or model in self._registry.models():
+            return None
+        return self._hosted.find(model, tenant)
 
     async def count(self, request: Request) -> int:
         """Tokens of its prompt. Raises what `answer` raises for a prompt that no engine can be given."""
@@ -72,11 +80,13 @@ class Pipeline:
     def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Started, any number of TextDeltas and CallDeltas, Finished. Raises a KvasirError instead of, or after, any of
         them, also when it is called."""
+        generate, model = self._answer, self.find_hosted(request.model, request.tenant.name)
+        if model is not None and self._hosted is not None:
+            generate = self._hosted.answer
         if self._responses is None:
-            return self._answer(request)
+            return generate(request)
         # 1. + 7. An answer that was there, or one that will be remembered.
-        model = self._registry.serving(request.model)[0].hello
-        return self._responses.answer(request, model, self._answer)
+        return self._responses.answer(request, model or self._registry.serving(request.model)[0].hello, generate)
 
     async def _encode(self, request: Request) -> tuple[EncodedPrompt, Hello, bool]:
         """As the first engine of its model renders it, which is how the others do, as a rule: its hello, and whether it

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from engine.protocol import Hello, Sampling, SequenceUpdate, TokenLogprobs
 from gateway.errors import BadRequestError, EngineFailedError, KvasirError
-from gateway.metering import KeyMisses, meter_cached, meter_start, usage_of
+from gateway.metering import KeyMisses, meter_cached, meter_start
 from gateway.receipts import Receipts
 from gateway.stages import Engine, Prompts, Reader
 from gateway.types import EncodedPrompt, Event, Finished, FinishReason, Request, Started
@@ -130,7 +130,7 @@ class RunningSequence:
                 events += reader.flush()
             self.ended = True
             trace.finish = reason = _reason(reader, update)
-            events.append(Finished(reason, usage_of(trace), reader.met))
+            events.append(Finished(reason, trace.usage, reader.met))
         return events
 
     def _start(self, update: SequenceUpdate) -> Started:
@@ -140,7 +140,7 @@ class RunningSequence:
         self._meter(update)
         logprobs = update.prompt_logprobs
         scored = () if logprobs is None else self._prompts.score(self._own_prompt, logprobs, self._hello)
-        return Started(self._engine.name, usage_of(self._request.trace), scored)
+        return Started(self._engine.name, self._request.trace.usage, scored)
 
     def _meter(self, update: SequenceUpdate) -> None:
         """What was reused of the prompt, as the engine reports it with its first tokens or its last."""

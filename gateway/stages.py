@@ -143,6 +143,18 @@ class Registry(Protocol):
         ...
 
 
+class Hosted(Protocol):
+    """Models of upstreams that speak another API than their clients."""
+
+    def find(self, model: str, tenant: str) -> Hello | None:
+        """What stands for an engine's hello; None where no upstream serves the model."""
+        ...
+
+    def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """See Pipeline.answer."""
+        ...
+
+
 class Queue(Protocol):
     """Steps 4 and 5. A bounded number of sequences per engine; waiting requests go to an engine when one has a slot."""
 

@@ -82,8 +82,8 @@ class Answering:
             return None
 
     def model(self, name: str, record: Record) -> Hello:
-        """Raises ModelNotFoundError, BadRequestError for a model that only embeds, and NoEngineError when the model's
-        engines are unreachable."""
+        """Of its engines, or of an upstream that speaks another API. Raises ModelNotFoundError, BadRequestError for a
+        model that only embeds, and NoEngineError when the model's engines are unreachable."""
         try:
             model = self.models.serving(name)[0].hello
         except ModelNotFoundError:
@@ -92,7 +92,10 @@ class Answering:
                     f"The model `{name}` embeds texts and generates none; its route is POST /v1/embeddings.",
                     param="model",
                 ) from None
-            raise
+            if (hosted := self.pipeline.find_hosted(name, record.tenant or "")) is None:
+                raise
+            record.model = hosted.model
+            return hosted
         except NoEngineError:
             if name in self.models.models():  # else it may be anything, and no label of a metric
                 record.model = name

@@ -60,7 +60,8 @@ class Route(NamedTuple):
     json        False: the handler reads the body itself, which `parameters` describe
     continues   parameter of the URL in requests that go on with an admitted one: they have no prologue
     resends     whether an answer to the very same request may be sent again
-    passes      whether it goes to an upstream that serves its model; `counted`: the answer has no usage
+    passes      whether it goes to an upstream that serves its model; `counted`: the answer has no usage;
+                `translated`: also to one that speaks another dialect, by way of the handler
     """
 
     method: str
@@ -78,7 +79,7 @@ class Route(NamedTuple):
     json: bool = True
     continues: str | None = None
     resends: bool = False
-    passes: Literal["metered", "counted"] | None = None
+    passes: Literal["metered", "counted", "translated"] | None = None
 
     @property
     def reads(self) -> bool:

@@ -83,7 +83,11 @@ class Upstreams(Protocol):
         """Whether a request for a model goes to an upstream. `ours`: an engine, or the embedder, serves it as well."""
         ...
 
-    def models(self, dialect: str, tenant: str) -> Mapping[str, int]:
+    def speaks(self, model: str, tenant: str, dialect: str) -> bool:
+        """Whether an upstream of the model speaks a dialect, so that nothing has to be translated."""
+        ...
+
+    def models(self, tenant: str) -> Mapping[str, int]:
         """Those that can be named -> Unix second since when they are served."""
         ...
 
@@ -107,9 +111,9 @@ class Passthrough:
     responses: ResponseStore
 
     def models(self, record: Record) -> dict[str, int]:
-        """Every model that can be named in the record's dialect -> Unix second. Our own come first."""
+        """Every model that the record's tenant can name -> Unix second. Our own come first."""
         ours = self.registry.models()
-        theirs = self.upstreams.models(record.dialect.name, record.tenant or "")
+        theirs = self.upstreams.models(record.tenant or "")
         return {**ours, **{name: since for name, since in theirs.items() if name not in ours}}
 
     def serves(self, model: str, tenant: Tenant) -> bool:
@@ -152,15 +156,18 @@ class Passthrough:
         values: Mapping[str, Any],
         *,
         metered: bool,
+        translated: bool,
     ) -> web.StreamResponse | None:
-        """The upstream's answer, complete; None when the model, as the client wrote it, is none of an upstream's.
-        Raises only while nothing was sent.
+        """The upstream's answer, complete; None when the model, as the client wrote it, is none of an upstream's, or
+        when its upstreams speak other dialects and the request can be `translated`. Raises only while nothing was sent.
 
         values   the parsed body
         metered  whether the answer tells a usage
         """
         body = http.pop(RAW)
         if not isinstance(model, str) or not self.serves(model, tenant):
+            return None
+        if translated and not self.upstreams.speaks(model, tenant.name, dialect):
             return None
         record = http[RECORD]
         build = partial(

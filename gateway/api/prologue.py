@@ -74,8 +74,8 @@ class Prologue:
                 # 4. Pass through.
                 if passes is not None:
                     model = model_name(http.match_info["model"]) if "model" in http.match_info else body.get("model")
-                    metered = passes == "metered"
-                    passing = self.passthrough.answer(http, tenant, dialect, model, body, metered=metered)
+                    how = {"metered": passes != "counted", "translated": passes == "translated"}
+                    passing = self.passthrough.answer(http, tenant, dialect, model, body, **how)
                     if (answer := await passing) is not None:
                         return answer
             # 5. Check.

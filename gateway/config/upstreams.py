@@ -58,6 +58,8 @@ class UpstreamSettings(Section):
     """Name in logs, metrics and headers; letters, digits and `._-`."""
     dialect: Literal["openai", "anthropic", "gemini"] = "openai"
     """The API that it speaks: `openai`, `anthropic` or `gemini`."""
+    api: Literal["chat", "responses"] = "chat"
+    """Of `openai`: which of its APIs requests of other dialects are translated into."""
     url: str
     """As its SDK's base URL: `https://api.openai.com/v1`, `https://api.anthropic.com`."""
     key: SecretStr | None = None
@@ -156,6 +158,11 @@ class UpstreamSettings(Section):
                 f"which are {self.max_connections}"
             )
         return self
+
+    @property
+    def form(self) -> str:
+        """What requests of other dialects are translated into."""
+        return f"openai-{self.api}" if self.dialect == "openai" and self.api != "chat" else self.dialect
 
     @property
     def served(self) -> tuple[ServedModel, ...]:

@@ -46,7 +46,9 @@ class Upstreams(Protocol):
 
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool: ...
 
-    def models(self, dialect: str, tenant: str) -> Mapping[str, int]: ...
+    def speaks(self, model: str, tenant: str, dialect: str) -> bool: ...
+
+    def models(self, tenant: str) -> Mapping[str, int]: ...
 
     def answer(self, request: UpstreamRequest) -> AbstractAsyncContextManager[UpstreamAnswer]: ...
 
@@ -189,7 +191,7 @@ class RememberedUpstreams:
         self._upstreams = upstreams
         self._replays = replays
         self._cache = cache
-        self.serves = upstreams.serves
+        self.serves, self.speaks = upstreams.serves, upstreams.speaks
         self.models = upstreams.models
 
     @asynccontextmanager

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from engine.protocol import Breakpoint, Lane, Sampling
 from engine.protocol.frozen import dataclass
+from gateway.types.events import Usage
 from gateway.types.prompts import Constraint, Prompt, PromptParam, ToolUse
 from gateway.types.tenants import Scope, Tenant
 
@@ -153,6 +154,19 @@ class Trace:
     finish: str | None = None
     lookup: Lookup | None = None  # in the response cache; None: it was not asked
     repeat: Repeat | None = None  # of an answer that was in the cache's memory
+
+    @property
+    def usage(self) -> Usage:
+        """As it is now: completion tokens grow."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.reported_cached_tokens,
+            cache_write_tokens=self.cache_write_tokens,
+            lease=self.lease.state if self.lease else None,
+            lease_read_tokens=min(self.lease_read_tokens, self.prompt_tokens),
+            lease_writes=self.lease_writes,
+        )
 
 
 @dataclass(slots=True)

@@ -27,12 +27,14 @@ MAX_NAME_CHARS: Final = 1024
 class Route:
     """One upstream for one model.
 
+    form     of what is translated for it, see UpstreamSettings.form
     model    what the upstream calls it
     pattern  of the settings, by which it was found; the name itself for an exact one
     """
 
     upstream: str
     dialect: str
+    form: str
     model: str
     pattern: str
     over_engines: bool
@@ -58,7 +60,14 @@ class Routes:
         ]
         exact = any(not item.is_pattern for item, _ in found)
         return [
-            Route(upstream.name, upstream.dialect, _renamed(item, model), item.served, upstream.over_engines)
+            Route(
+                upstream.name,
+                upstream.dialect,
+                upstream.form,
+                _renamed(item, model),
+                item.served,
+                upstream.over_engines,
+            )
             for item, upstream in found
             if not (exact and item.is_pattern)
         ]
@@ -66,17 +75,17 @@ class Routes:
     def named(self, name: str, tenant: str) -> list[Route]:
         """The upstream of this name, for no model; empty when there is none, or none for the tenant."""
         return [
-            Route(upstream.name, upstream.dialect, "", "", upstream.over_engines)
+            Route(upstream.name, upstream.dialect, upstream.form, "", "", upstream.over_engines)
             for upstream, _ in self._upstreams
             if upstream.name == name and may(upstream.tenants, tenant)
         ]
 
-    def listed(self, dialect: str, tenant: str, lists: Mapping[str, Iterable[str]]) -> list[str]:
-        """Names of models for requests of this dialect: the exact ones of the settings, and of the upstreams' own lists
-        (by upstream) those that lead back to them."""
+    def listed(self, tenant: str, lists: Mapping[str, Iterable[str]]) -> list[str]:
+        """Names of models: the exact ones of the settings, and of the upstreams' own lists (by upstream) those that
+        lead back to them."""
         names: dict[str, None] = {}
         for upstream, served in self._upstreams:
-            if upstream.dialect != dialect or not may(upstream.tenants, tenant):
+            if not may(upstream.tenants, tenant):
                 continue
             names |= dict.fromkeys(item.served for item in served if not item.is_pattern)
             names |= dict.fromkeys(

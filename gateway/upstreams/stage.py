@@ -95,10 +95,18 @@ class Upstreams:
         """Whether a request for a model goes to an upstream. `ours`: an engine, or the embedder, serves it as well."""
         return any(route.over_engines or not ours for route in self._routes.find(model, tenant))
 
-    def models(self, dialect: str, tenant: str) -> Mapping[str, int]:
+    def routes(self, model: str, tenant: str) -> Sequence[Route]:
+        """In the order in which they are tried, whatever their dialect."""
+        return self._routes.find(model, tenant)
+
+    def speaks(self, model: str, tenant: str, dialect: str) -> bool:
+        """Whether an upstream of the model speaks a dialect, so that nothing has to be translated."""
+        return any(route.dialect == dialect for route in self._routes.find(model, tenant))
+
+    def models(self, tenant: str) -> Mapping[str, int]:
         """Those that can be named -> Unix second since when they are served."""
         listed = {name: upstream.models for name, upstream in self._by_name.items()}
-        return dict.fromkeys(self._routes.listed(dialect, tenant, listed), self._started)
+        return dict.fromkeys(self._routes.listed(tenant, listed), self._started)
 
     def route_text(self, model: str, tenant: str) -> str:
         """Which upstreams and models answer for a model; another text when the settings change."""
@@ -307,8 +315,8 @@ async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
 
 def _other_dialect(model: str, dialect: str) -> BadRequestError:
     return BadRequestError(
-        f"The model `{model}` is served by an upstream that speaks another API, and requests are not translated: "
-        f"ask for it with {APIS[dialect].how_to_ask}.",
+        f"The model `{model}` is served by an upstream that speaks another API, into which this request cannot be "
+        f"translated: ask for it with {APIS[dialect].how_to_ask}.",
         param="model",
         code="wrong_api",
     )

@@ -122,6 +122,9 @@ class FakePipeline:
         self.looked_up.append(request.prompt.markers)
         return tuple(Breakpoint(tokens, 0.0) for tokens in self.places)
 
+    def find_hosted(self, model: str, tenant: str) -> None:
+        return None
+
     async def count(self, request: Request) -> int:
         self.requests.append(request)
         return self.prompt_tokens

@@ -23,7 +23,7 @@ from gateway.errors import RedisDownError
 from gateway.pipeline import Pipeline
 from gateway.storage.byte_store import ByteStore
 from gateway.storage.redis_calls import read_or_skip
-from gateway.types import ChatPrompt, Request
+from gateway.types import ChatPrompt, Request, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,12 @@ def _reason(kind: str, **more: Any) -> dict[str, Any]:
     return {"cache_miss_reason": {"type": kind, **more}}
 
 
+def _cached_of(trace: Trace) -> Cached:
+    """What an upstream of another API read and wrote; without a time to live it is as the API's default."""
+    hour = sum(tokens for ttl_s, tokens in trace.lease_writes if ttl_s >= HOUR_S)
+    return Cached(trace.reported_cached_tokens, trace.cache_write_tokens - hour, hour)
+
+
 @dataclass(frozen=True, slots=True)
 class MessageAccount(Account):
     """Fills the cache figures of one message into its shape. `diagnosis` None: no fingerprint is stored."""
@@ -99,12 +105,16 @@ class MessageAccount(Account):
     diagnosis: Diagnosis | None
 
     async def finished(self, request: Request) -> None:
+        if request.trace.by_upstream:  # which says with the end of its answer what it read and wrote
+            self.shape.cached = _cached_of(request.trace)
         if self.diagnosis is not None:
             await self.diagnosis.remember(request, self.shape.cached)
 
     async def started(self, request: Request) -> None:
         """Fills the figures into the shape."""
         shape, trace = self.shape, request.trace
+        if trace.by_upstream:
+            return
         shape.cached = cached = await self._cached(request)
         trace.reported_cached_tokens, trace.cache_write_tokens = cached.read, cached.written
         trace.lease_writes = ((duration_s(DEFAULT_TTL), cached.written_5m), (HOUR_S, cached.written_1h))

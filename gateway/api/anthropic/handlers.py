@@ -45,7 +45,7 @@ class Anthropic:
     def routes(self) -> list[Route]:
         example: Any = {**_EXAMPLE, "max_tokens": 64}
         asks: Any = {"parameters": MESSAGES, "required": ("model", "max_tokens", "messages"), "example": example}
-        asks |= {"media": (JSON, SSE), "resends": True, "passes": "metered"}
+        asks |= {"media": (JSON, SSE), "resends": True, "passes": "translated"}
         counts: Any = {"parameters": COUNT, "required": ("model", "messages"), "example": _EXAMPLE, "passes": "counted"}
         counted = "Counts the tokens of a message's prompt."
         return [

@@ -44,7 +44,7 @@ class Gemini:
     def _routes(self, root: str) -> Iterator[Route]:
         model = f"{root}/models/{{model:.+}}"
         asks: Any = {"parameters": GENERATE, "required": ("contents",), "example": EXAMPLE}
-        asks |= {"resends": True, "passes": "metered"}
+        asks |= {"resends": True, "passes": "translated"}
         streams: Any = {**asks, "query": STREAM, "media": (SSE, JSON)}
         counts: Any = {"parameters": COUNT, "example": EXAMPLE, "passes": "counted"}
         yield Route("POST", f"{model}:generateContent", self.generate, "The next turn of a conversation.", **asks)

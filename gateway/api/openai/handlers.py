@@ -50,7 +50,7 @@ class OpenAI:
                 ("model", "messages"),
                 media=(JSON, SSE),
                 resends=True,
-                passes="metered",
+                passes="translated",
                 example={"model": EXAMPLE_MODEL, "messages": [{"role": "user", "content": "Hello."}]},
             ),
             Route(

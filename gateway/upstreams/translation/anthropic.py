@@ -64,6 +64,7 @@ Block = dict[str, Any]
 
 class AnthropicMessages(Form):
     dialect = "anthropic"
+    name = "anthropic"
 
     def write(self, request: Request, model: str) -> Written:
         chat, sampling, use = chat_of(request, _API), request.sampling, request.tool_use

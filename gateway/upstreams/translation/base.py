@@ -56,9 +56,10 @@ class AnswerReader(ABC):
 
 
 class Form(ABC):
-    """One API. `dialect` as in the settings of upstreams."""
+    """One API. `dialect` and `name` as `dialect` and `form` in the settings of upstreams."""
 
     dialect: str
+    name: str
 
     @abstractmethod
     def write(self, request: Request, model: str) -> Written:

@@ -61,6 +61,7 @@ Fields = dict[str, Any]
 
 class GeminiGenerate(Form):
     dialect = "gemini"
+    name = "gemini"
 
     def write(self, request: Request, model: str) -> Written:
         chat = chat_of(request, _API)

@@ -62,6 +62,7 @@ Json = dict[str, Any]
 
 class OpenAIChat(Form):
     dialect = "openai"
+    name = "openai"
 
     def write(self, request: Request, model: str) -> Written:
         chat, sampling = chat_of(request, _API), request.sampling

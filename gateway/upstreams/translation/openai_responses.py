@@ -51,6 +51,7 @@ Json = dict[str, Any]
 
 class OpenAIResponses(Form):
     dialect = "openai"
+    name = "openai-responses"
 
     def write(self, request: Request, model: str) -> Written:
         chat, sampling, use = chat_of(request, _API), request.sampling, request.tool_use

@@ -232,13 +232,13 @@ async def test_an_upstreams_error_reaches_the_sdk_as_it_came() -> None:
         assert len(stub.got) == 1
 
 
-async def test_a_model_of_another_api_says_which_sdk_to_use() -> None:
+async def test_what_cannot_be_translated_for_a_model_of_another_api_says_which_sdk_to_use() -> None:
     async with upstream() as stub, running(upstreams=[stub.settings("claude", dialect="anthropic")]) as gateway:
         with pytest.raises(openai.BadRequestError, match=r"ask for it with the Anthropic SDK \(POST /v1/messages\)"):
-            await gateway.sdk().chat.completions.create(model="claude", messages=MESSAGES)
+            await gateway.sdk().completions.create(model="claude", prompt="Hi")
     async with upstream() as stub, running(upstreams=[stub.settings("gpt")]) as gateway:
         with pytest.raises(anthropic.BadRequestError, match="with the OpenAI SDK"):
-            await gateway.anthropic().messages.create(model="gpt", max_tokens=1, messages=MESSAGES)
+            await gateway.anthropic().messages.count_tokens(model="gpt", messages=MESSAGES)
         assert not stub.got
 
 
@@ -274,9 +274,14 @@ async def test_models_are_listed_by_their_exact_names_to_those_who_can_ask_for_t
         async with running(upstreams=settings) as gateway:
             names = [model.id async for model in gateway.sdk().models.list()]
             assert names[:3] == ["demo", "gpt-5", "fast"]
-            assert "claude-9" not in names
+            assert "claude-9" in names
             assert (await gateway.sdk().models.retrieve("gpt-5")).id == "gpt-5"
-            assert {model.id async for model in gateway.anthropic().models.list()} == {"demo", "claude-9"}
+            assert {model.id async for model in gateway.anthropic().models.list()} == {
+                "demo",
+                "gpt-5",
+                "fast",
+                "claude-9",
+            }
             assert (await gateway.anthropic().models.retrieve("claude-9")).id == "claude-9"
 
 

@@ -66,7 +66,7 @@ class Responses:
                 required,
                 media=(JSON, SSE),
                 example=example,
-                passes="metered",
+                passes="translated",
             ),
             Route(
                 "POST",

@@ -1,0 +1,188 @@
+"""Answers requests for models whose upstreams speak another API than the client: the client's dialect has made a
+Request of its body, as for an engine; here a form writes it as the upstream's API has it, and reads the answer back.
+
+The upstream is asked as for a request that passes through (upstreams/stage.py): with its slots, retries, breaker and
+metering. What an upstream answers in place of an answer becomes an error with its status, in the client's own form.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import lru_cache
+from typing import Any, Final
+
+import orjson
+
+from engine.protocol import Hello, Namespace
+from gateway.errors import KvasirError, UpstreamLostError, UpstreamRefusedError, UpstreamsAwayError
+from gateway.tasks import off_loop
+from gateway.types import Event, Finished, Request, Started, UpstreamAnswer, UpstreamRequest
+from gateway.upstreams.apis import APIS
+from gateway.upstreams.metering import Events, data_of
+from gateway.upstreams.routes import Route
+from gateway.upstreams.stage import Upstreams
+from gateway.upstreams.translation.base import MAX_ERROR_CHARS, UNLIMITED, AnswerReader, Delta, Form
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES: Final = 64 << 20
+"""Of an answer that is not streamed, or of an event."""
+
+_ODD: Final = (LookupError, TypeError, ValueError, AttributeError)
+
+
+class Translation:
+    """stages.Hosted."""
+
+    def __init__(self, upstreams: Upstreams, forms: Sequence[Form]) -> None:
+        self._upstreams = upstreams
+        self._forms = {form.name: form for form in forms}
+
+    def find(self, model: str, tenant: str) -> Hello | None:
+        """What stands for an engine's hello where an upstream serves the model; None where none does."""
+        routes = [route for route in self._upstreams.routes(model, tenant) if route.form in self._forms]
+        return _hello(model, routes[0].pattern, self._upstreams.route_text(model, tenant)) if routes else None
+
+    async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """See Pipeline.answer. Another API is tried where the upstreams of the one before cannot be reached."""
+        forms = list(self._forms_of(self._upstreams.routes(request.model, request.tenant.name)))
+        for number, form in enumerate(forms, 1):
+            begun = False
+            try:
+                async with aclosing(self._from(form, request)) as events:
+                    async for event in events:
+                        begun = True
+                        yield event
+                return
+            except (UpstreamsAwayError, UpstreamLostError) as error:
+                if begun or number == len(forms) or (isinstance(error, UpstreamLostError) and error.begun):
+                    raise
+                log.warning("request %s goes on at an upstream of another API: %s", request.request_id, error.message)
+
+    def _forms_of(self, routes: Sequence[Route]) -> Iterator[Form]:
+        for name in dict.fromkeys(route.form for route in routes):
+            if (form := self._forms.get(name)) is not None:
+                yield form
+
+    async def _from(self, form: Form, request: Request) -> AsyncGenerator[Event, None]:
+        """The answer of the upstreams of one API."""
+        trace = request.trace
+        asked = await off_loop(request.work, lambda: _written(form, request))
+        async with self._upstreams.answer(asked) as answer:
+            if answer.status >= 400:
+                raise _refusal(answer, await _read(answer))
+            reader = form.reader(request)
+            yield Started(answer.upstream, trace.usage)
+            async with aclosing(_deltas(answer, reader)) as deltas:
+                async for delta in deltas:
+                    yield delta
+            if reader.reason is None:
+                raise _lost(answer.upstream, "ended in the middle of its answer")
+            trace.finish = reader.reason
+            yield Finished(reader.reason, trace.usage, reader.stop)
+
+
+@lru_cache(4096)
+def _hello(model: str, label: str, route_text: str) -> Hello:
+    """`label` in metrics. What answers is a part of the key of remembered answers."""
+    space = Namespace(weights=f"upstreams:{route_text}", dtype="", kv_dtype="", block_size=1)
+    return Hello(
+        incarnation=f"upstreams:{model}",
+        model=label,
+        namespace=space,
+        context_tokens=UNLIMITED,
+        vocab_size=UNLIMITED,
+        num_blocks=0,
+        max_sequences=0,
+        eos_ids=(),
+        tokenizer="",
+        created=int(time.time()),
+    )
+
+
+def _written(form: Form, request: Request) -> UpstreamRequest:
+    """The request that the upstream gets."""
+    written = form.write(request, request.model)
+    return UpstreamRequest(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        dialect=form.dialect,
+        model=request.model,
+        path=written.path,
+        query=written.query,
+        headers=(("content-type", "application/json"), *APIS[form.dialect].headers.items()),
+        body=orjson.dumps(written.body),
+        values=written.body,
+        received_s=request.received_s,
+        deadline_s=request.deadline_s,
+        lane=request.lane,
+        tier=request.tier,
+        priority=request.priority,
+        scope=request.scope,
+        work=request.work,
+        trace=request.trace,
+    )
+
+
+async def _deltas(answer: UpstreamAnswer, reader: AnswerReader) -> AsyncGenerator[Delta, None]:
+    """Raises UpstreamLostError for an answer that is none of its API."""
+    if not _is_stream(answer):
+        for delta in _made(answer.upstream, reader.whole, await _read(answer)):
+            yield delta
+        return
+    events = Events(MAX_ANSWER_BYTES)
+    async for chunk in answer.chunks:
+        for event in events.feed(chunk):
+            if (data := data_of(event)) and data != b"[DONE]":
+                for delta in _made(answer.upstream, reader.event, data):
+                    yield delta
+
+
+def _made(upstream: str, read: Callable[[Mapping[str, Any]], Iterator[Delta]], data: bytes) -> list[Delta]:
+    try:
+        value = orjson.loads(data)
+        if not isinstance(value, dict):
+            raise TypeError("no object")
+        return list(read(value))
+    except _ODD as error:
+        raise _lost(upstream, f"answered in a form that is not known ({type(error).__name__})") from None
+
+
+async def _read(answer: UpstreamAnswer) -> bytes:
+    body = bytearray()
+    async for chunk in answer.chunks:
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise _lost(answer.upstream, "sent an answer that is too long")
+    return bytes(body)
+
+
+def _is_stream(answer: UpstreamAnswer) -> bool:
+    return any(name.lower() == "content-type" and "text/event-stream" in value for name, value in answer.headers)
+
+
+def _lost(upstream: str, what: str) -> UpstreamLostError:
+    return UpstreamLostError(f"Upstream {upstream} {what}.")
+
+
+def _refusal(answer: UpstreamAnswer, body: bytes) -> KvasirError:
+    """The error that an upstream answered: all three APIs have `error.message`; Gemini's may be in a list."""
+    try:
+        value = orjson.loads(body)
+    except ValueError:
+        value = None
+    if isinstance(value, list) and value:
+        value = value[0]
+    error = value.get("error") if isinstance(value, dict) else None
+    said = error.get("message") if isinstance(error, dict) else error
+    message = said if isinstance(said, str) and said else f"it answered HTTP {answer.status} and does not say why"
+    code = error.get("code") if isinstance(error, dict) else None
+    return UpstreamRefusedError(
+        f"Upstream {answer.upstream}: {message[:MAX_ERROR_CHARS]}",
+        answer.status,
+        code=code if isinstance(code, str) else None,
+        retry_after_s=answer.retry_after_s,
+    )
