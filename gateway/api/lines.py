@@ -295,6 +295,8 @@ class BatchRunner:
         rows = self.formats[job.dialect]
         endpoint, body = rows.request(job, row)
         tenant, headers = Tenant(job.tenant), rows.headers(job)
+        if isinstance(asked := body.get("model"), str):
+            body["model"] = self.passthrough.aliases.target(asked, tenant.name)
         return LineRequest(endpoint, tenant, body, job.namespace or "", request_id, headers, num_bytes, work)
 
     def _record(self, line: LineRequest) -> Record:

@@ -19,6 +19,7 @@ from urllib.parse import unquote_plus
 from aiohttp import web
 from multidict import CIMultiDict
 
+from gateway.api.aliases import Aliases
 from gateway.api.body import RAW
 from gateway.api.cache_control import check_cache, from_body, stricter
 from gateway.api.dialect import SSE
@@ -109,12 +110,17 @@ class Passthrough:
     limits: TenantLimits
     namespaces: Namespaces
     responses: ResponseStore
+    aliases: Aliases
 
     def models(self, record: Record) -> dict[str, int]:
         """Every model that the record's tenant can name -> Unix second. Our own come first."""
         ours = self.registry.models()
         theirs = self.upstreams.models(record.tenant or "")
-        return {**ours, **{name: since for name, since in theirs.items() if name not in ours}}
+        known = {**ours, **{name: since for name, since in theirs.items() if name not in ours}}
+        for name, target in self.aliases.listed(record.tenant or "").items():
+            if target in known:
+                known.setdefault(name, known[target])
+        return known
 
     def serves(self, model: str, tenant: Tenant) -> bool:
         """Whether a request of the tenant for this model goes to an upstream."""

@@ -2,7 +2,7 @@
 
     admit   the tenant, and the request's headers
     resend  the answer to this very request, sent again (resend.py)
-    read    its JSON body, within the limits (body.py)
+    read    its JSON body, within the limits (body.py), with the model that an alias stands for
     pass    the answer of the upstream that serves its model (passthrough.py)
     check   what its dialect wants of every request that is answered here
 
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
-from gateway.api.body import read_json, read_raw
+from gateway.api.aliases import Aliases
+from gateway.api.body import RAW, read_json, read_raw
 from gateway.api.cache_control import from_headers
 from gateway.api.dialect import Handler, Route
 from gateway.api.gemini.request import model_name
@@ -26,7 +28,9 @@ from gateway.api.record import ADMIN_KEY, BODY, RECORD, TENANT
 from gateway.api.resend import ResendCache
 from gateway.api.tenants import NAMESPACE_HEADER, Auth
 from gateway.config import ServerSettings
+from gateway.digests import dump
 from gateway.limits.limits import TenantLimits
+from gateway.tasks import off_loop
 from gateway.types import Allowance, Tenant
 
 
@@ -39,6 +43,7 @@ class Prologue:
     limits: TenantLimits
     resends: ResendCache
     passthrough: Passthrough
+    aliases: Aliases
     refuses_unknown: Callable[[str], bool]
 
     def handlers(self, routes: Mapping[str, Iterable[Route]]) -> dict[tuple[str, str], Handler]:
@@ -71,6 +76,8 @@ class Prologue:
             # 3. Read.
             if reads:
                 body = http[BODY] = await read_json(http, self.server)
+                if route.key == "tenant":
+                    await self._rename(http, body)
                 # 4. Pass through.
                 if passes is not None:
                     model = model_name(http.match_info["model"]) if "model" in http.match_info else body.get("model")
@@ -84,6 +91,21 @@ class Prologue:
             return await route.handler(http)
 
         return handler
+
+    async def _rename(self, http: web.Request, body: dict[str, Any]) -> None:
+        """Puts the model that is meant in the place of an alias."""
+        in_path = "model" in http.match_info
+        asked = http.match_info["model"] if in_path else body.get("model")
+        if not isinstance(asked, str):
+            return
+        name = asked.removeprefix("models/")
+        if (target := self.aliases.target(name, http[TENANT].name)) == name:
+            return
+        if in_path:
+            http.match_info["model"] = target
+            return
+        body["model"] = target
+        http[RAW] = await off_loop(http[RECORD].work, lambda: dump(body))
 
     def admit(self, http: web.Request) -> Tenant:
         """The tenant of a request. Raises UnauthorizedError, ForbiddenError for an admin key, and BadRequestError for a

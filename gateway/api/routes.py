@@ -20,6 +20,7 @@ from gateway.admin.purge import Engine, PurgePage
 from gateway.admin.replicas import Fleet, ReplicaPages
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import LoopLag
+from gateway.api.aliases import Aliases
 from gateway.api.answering import Answering
 from gateway.api.anthropic.files import file_routes as anthropic_files
 from gateway.api.anthropic.handlers import Anthropic
@@ -129,10 +130,11 @@ def build_app(
     admin = Admin(sources, metrics)
     observer = Observers(metrics, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
     named = Namespaces(settings.namespaces, settings.tenants, settings.prompt.cache_key)
-    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses)
+    aliases = Aliases(settings.aliases)
+    passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses, aliases)
     refuses_unknown = refusing(settings.api, settings.tenants)
     resends = ResendCache(_resend_bytes(settings), models, passthrough.serves, limits)
-    prologue = Prologue(server, keys, limits, resends, passthrough, refuses_unknown)
+    prologue = Prologue(server, keys, limits, resends, passthrough, aliases, refuses_unknown)
     answering = Answering(
         server,
         named,

@@ -29,7 +29,7 @@ from gateway.config.tenants import (
     TenantSettings,
 )
 from gateway.config.units import duration_s
-from gateway.config.upstreams import UpstreamSettings
+from gateway.config.upstreams import AliasSettings, UpstreamSettings
 from gateway.types import ANONYMOUS
 
 SHORT_FLAGS.update(
@@ -69,6 +69,7 @@ class Settings(BaseModel):
     tenants: tuple[TenantSettings, ...] = ()
     namespaces: tuple[NamespaceSettings, ...] = ()
     upstreams: tuple[UpstreamSettings, ...] = ()
+    aliases: tuple[AliasSettings, ...] = ()
     replicas: tuple[ReplicaSettings, ...] = ()
     redis: RedisSettings = RedisSettings()
     engines: EnginesSettings = EnginesSettings()
@@ -121,6 +122,7 @@ class Settings(BaseModel):
     def _tenants_exist(self) -> Settings:
         known = {tenant.name for tenant in self.tenants} or {ANONYMOUS}
         used = [("namespaces", one.name, one.tenants) for one in self.namespaces]
+        used += [("aliases", one.name, one.tenants) for one in self.aliases]
         used += [("upstreams", one.name, (*one.tenants, *one.hints, *one.meter)) for one in self.upstreams]
         for section, name, tenants in used:
             if missing := set(tenants) - known - {ALL_TENANTS}:

@@ -51,6 +51,21 @@ def served_model(written: str) -> ServedModel:
     return ServedModel(served, upstream or None)
 
 
+class AliasSettings(Section):
+    """[[aliases]]: another name of a model, for clients that cannot be told which one to ask for."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    """What clients ask for, or a pattern with `*` and `?`: `claude-*`."""
+    target: Annotated[str, Field(min_length=1, max_length=256)]
+    """The model that answers, of an engine, a replica or an upstream of any API."""
+    tenants: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_TENANTS,)
+    """Names of the tenants that it is for, or `*` for every tenant."""
+
+    @property
+    def is_pattern(self) -> bool:
+        return not WILD.isdisjoint(self.name)
+
+
 class UpstreamSettings(Section):
     """[[upstreams]]: one hosted or self-hosted API, and the models that it is asked for."""
 

@@ -24,6 +24,7 @@ from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.routes import REPLAYS, RUNNER, app_runner, build_app
 from gateway.config import (
+    AliasSettings,
     AnthropicSettings,
     ApiSettings,
     AuthSettings,
@@ -78,7 +79,7 @@ from tests.fakes.tuned import tuned
 LIMIT_S = 30.0
 SECTIONS = (
     *("server", "leases", "api", "anthropic", "gemini", "auth", "tenants", "namespaces"),
-    *("stored_responses", "files", "batches"),
+    *("stored_responses", "files", "batches", "aliases"),
 )
 
 
@@ -180,6 +181,7 @@ class Options:
     fingerprints: ByteStore | None = None  # of prompts; None is memory
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
     upstreams: Sequence[UpstreamSettings] = ()
+    aliases: Sequence[AliasSettings] = ()
     waits: QueueSettings = field(default_factory=QueueSettings)  # for a slot at one of those
     response_store: ByteStore | None = None  # of stored responses; None is memory
     response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))

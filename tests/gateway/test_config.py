@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from engine.config import ConfigError, flag_name, load, sections, variable_name
 from gateway.config import Settings, TenantSettings
 
+EXAMPLES = Path(__file__).parents[2] / "deploy/examples"
 PATHS = [f"{section}.{name}" for section, model in sections(Settings).items() for name in model.model_fields]
 
 
@@ -263,3 +264,8 @@ def test_a_replica_that_cannot_be_is_refused_without_showing_a_secret(tmp_path: 
     with pytest.raises(ConfigError, match=words) as caught:
         read(tmp_path, toml)
     assert "sk-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.toml")))
+def test_an_example_can_be_used_as_it_is(name: str) -> None:
+    load(Settings, file=EXAMPLES / name, environ={}, flags={})

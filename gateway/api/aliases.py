@@ -1,0 +1,41 @@
+"""Other names of models: what a client asks for, and the model that answers. Pure.
+
+An exact name wins over patterns; of these the first one in the settings that matches. A target is the own name of a
+model, no further alias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Final
+
+from gateway.config import ALL_TENANTS, AliasSettings
+
+MAX_NAME_CHARS: Final = 256
+"""Of a name that is looked up; longer ones are none."""
+
+
+class Aliases:
+    """Those of the settings."""
+
+    def __init__(self, settings: Sequence[AliasSettings]) -> None:
+        self._settings = sorted(settings, key=lambda one: one.is_pattern)  # stable
+        self._found = lru_cache(4096)(self._find)
+
+    def target(self, name: str, tenant: str) -> str:
+        """The model that is meant; the name itself where it is no alias for the tenant."""
+        return self._found(name, tenant) if self._settings and len(name) <= MAX_NAME_CHARS else name
+
+    def listed(self, tenant: str) -> dict[str, str]:
+        """Exact aliases -> targets."""
+        return {one.name: one.target for one in self._settings if not one.is_pattern and _may(one, tenant)}
+
+    def _find(self, name: str, tenant: str) -> str:
+        found = (one.target for one in self._settings if _may(one, tenant) and fnmatchcase(name, one.name))
+        return next(found, name)
+
+
+def _may(alias: AliasSettings, tenant: str) -> bool:
+    return tenant in alias.tenants or ALL_TENANTS in alias.tenants
