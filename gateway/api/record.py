@@ -194,6 +194,8 @@ def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:
         headers["x-kvasir-cached-tokens"] = str(trace.cached_tokens)
     if cached and trace.predicted_tokens is not None:
         headers["x-kvasir-predicted-tokens"] = str(trace.predicted_tokens)
+    if trace.dropped:
+        headers["x-kvasir-dropped"] = ", ".join(trace.dropped)
     if lease := trace.lease:
         kept = lease.kept
         headers["x-kvasir-lease"] = f"kept; tokens={kept.tokens}; ttl={kept.ttl_s:g}" if kept else "degraded"

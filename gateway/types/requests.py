@@ -144,6 +144,7 @@ class Trace:
     lease: Lease | None = None
     by_upstream: bool = False  # it was an upstream that answered, and its cache that was read; or is to, for a line
     completion_tokens: int = 0
+    dropped: tuple[str, ...] = ()  # parameters that the upstream's API has no field for
     unmetered: bool = False  # an upstream answered without a usage
     paid_tokens: int = 0  # of an answer that was begun for another request: computed after that one had left
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew

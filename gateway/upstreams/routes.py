@@ -38,6 +38,7 @@ class Route:
     model: str
     pattern: str
     over_engines: bool
+    lossy: bool
 
 
 class Routes:
@@ -60,14 +61,7 @@ class Routes:
         ]
         exact = any(not item.is_pattern for item, _ in found)
         return [
-            Route(
-                upstream.name,
-                upstream.dialect,
-                upstream.form,
-                _renamed(item, model),
-                item.served,
-                upstream.over_engines,
-            )
+            _route(upstream, _renamed(item, model), item.served)
             for item, upstream in found
             if not (exact and item.is_pattern)
         ]
@@ -75,7 +69,7 @@ class Routes:
     def named(self, name: str, tenant: str) -> list[Route]:
         """The upstream of this name, for no model; empty when there is none, or none for the tenant."""
         return [
-            Route(upstream.name, upstream.dialect, upstream.form, "", "", upstream.over_engines)
+            _route(upstream, "", "")
             for upstream, _ in self._upstreams
             if upstream.name == name and may(upstream.tenants, tenant)
         ]
@@ -95,6 +89,11 @@ class Routes:
                 if item.is_pattern and (name := _found_as(item, model)) is not None
             )
         return list(names)
+
+
+def _route(upstream: UpstreamSettings, model: str, pattern: str) -> Route:
+    lossy = upstream.lossy == "drop"
+    return Route(upstream.name, upstream.dialect, upstream.form, model, pattern, upstream.over_engines, lossy)
 
 
 def may(tenants: Sequence[str], tenant: str) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -91,27 +92,40 @@ def lacks(api: str, what: str, param: str | None) -> UnsupportedError:
     return UnsupportedError(f"This model is served by an API ({api}) that has no {what}.", param=param)
 
 
+USUAL: Final[Mapping[str, Any]] = {
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": (),
+    "stop_ids": (),
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "prompt_logprobs": None,
+    "logprobs": None,
+}
+"""Of Sampling: values that change nothing."""
+
+
 def check_sampling(request: Request, api: str, takes: frozenset[str]) -> None:
     """Raises UnsupportedError for the first parameter that would change the answer and is not among those that the API
     takes, by their names in Sampling."""
-    sampling = request.sampling
-    usual: dict[str, Any] = {
-        "top_k": 0,
-        "min_p": 0.0,
-        "seed": None,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "logit_bias": (),
-        "stop_ids": (),
-        "ignore_eos": False,
-        "min_tokens": 0,
-        "prompt_logprobs": None,
-        "logprobs": None,
-    }
-    for name, value in usual.items():
-        if name not in takes and getattr(sampling, name) != value:
+    for name, value in USUAL.items():
+        if name not in takes and getattr(request.sampling, name) != value:
             raise lacks(api, f"parameter like `{name}`", name)
+
+
+def without(request: Request, param: str | None) -> Request | None:
+    """The request without what a form has refused; None for what must not be left out: then the answer would be no
+    answer to it."""
+    if param == "stop":
+        return replace(request, stop=())
+    usual = {**USUAL, "temperature": 1.0}
+    if param is None or param not in usual or getattr(request.sampling, param) == usual[param]:
+        return None
+    return replace(request, sampling=replace(request.sampling, **{param: usual[param]}))
 
 
 def object_of(text: str) -> dict[str, Any] | None:

@@ -17,14 +17,14 @@ from typing import Any, Final
 import orjson
 
 from engine.protocol import Hello, Namespace
-from gateway.errors import KvasirError, UpstreamLostError, UpstreamRefusedError, UpstreamsAwayError
+from gateway.errors import KvasirError, UnsupportedError, UpstreamLostError, UpstreamRefusedError, UpstreamsAwayError
 from gateway.tasks import off_loop
 from gateway.types import Event, Finished, Request, Started, UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.apis import APIS
 from gateway.upstreams.metering import Events, data_of
 from gateway.upstreams.routes import Route
 from gateway.upstreams.stage import Upstreams
-from gateway.upstreams.translation.base import MAX_ERROR_CHARS, UNLIMITED, AnswerReader, Delta, Form
+from gateway.upstreams.translation.base import MAX_ERROR_CHARS, UNLIMITED, AnswerReader, Delta, Form, without
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +70,24 @@ class Translation:
     async def _from(self, form: Form, request: Request) -> AsyncGenerator[Event, None]:
         """The answer of the upstreams of one API."""
         trace = request.trace
-        asked = await off_loop(request.work, lambda: _written(form, request))
+        lossy = all(
+            route.lossy
+            for route in self._upstreams.routes(request.model, request.tenant.name)
+            if route.form == form.name
+        )
+        asked = await off_loop(request.work, lambda: _written(form, request, lossy=lossy))
         async with self._upstreams.answer(asked) as answer:
             if answer.status >= 400:
                 raise _refusal(answer, await _read(answer))
             reader = form.reader(request)
+            trace.cached_late = True
             yield Started(answer.upstream, trace.usage)
             async with aclosing(_deltas(answer, reader)) as deltas:
                 async for delta in deltas:
                     yield delta
             if reader.reason is None:
                 raise _lost(answer.upstream, "ended in the middle of its answer")
-            trace.finish = reader.reason
+            trace.finish, trace.cached_late = reader.reason, False
             yield Finished(reader.reason, trace.usage, reader.stop)
 
 
@@ -103,9 +109,18 @@ def _hello(model: str, label: str, route_text: str) -> Hello:
     )
 
 
-def _written(form: Form, request: Request) -> UpstreamRequest:
-    """The request that the upstream gets."""
-    written = form.write(request, request.model)
+def _written(form: Form, request: Request, *, lossy: bool) -> UpstreamRequest:
+    """The request that the upstream gets. `lossy`: without parameters that its API has no field for."""
+    written, request.trace.dropped = None, ()
+    while written is None:
+        try:
+            written = form.write(request, request.model)
+        except UnsupportedError as error:
+            less = without(request, error.param) if lossy and error.param not in request.trace.dropped else None
+            if less is None:
+                raise
+            request = less
+            request.trace.dropped += (error.param or "",)
     return UpstreamRequest(
         request_id=request.request_id,
         tenant=request.tenant,
