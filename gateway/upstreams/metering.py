@@ -42,6 +42,8 @@ class Events:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events that end in it, whole, with the empty line behind each."""
+        if self.between and _is_plain(chunk) and len(chunk) <= self._max_bytes:
+            return [event + b"\n\n" for event in chunk[:-2].split(b"\n\n")]
         self._unfinished += chunk
         events: list[bytes] = []
         begin = 0
@@ -71,6 +73,11 @@ class Events:
         # A CR at the very end may be half of a CR LF: it is decided when the next byte is there.
         undecided = found.end() == len(self._unfinished) and self._unfinished[-1:] == b"\r"
         return None if undecided else found.end()
+
+
+def _is_plain(chunk: bytes) -> bool:
+    """Whole events whose lines end with LF, as nearly all chunks are."""
+    return chunk.endswith(b"\n\n") and not chunk.endswith(b"\n\n\n") and b"\r" not in chunk
 
 
 def data_of(event: bytes) -> bytes:

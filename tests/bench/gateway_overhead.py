@@ -1,12 +1,13 @@
 """What the gateway costs in CPU, against a bare aiohttp reverse proxy in front of the same fake engine.
 
-    python -m tests.bench.gateway_overhead [--scale 1.0] [--upstream | --replica]
+    python -m tests.bench.gateway_overhead [--scale 1.0] [--upstream | --translated | --replica]
 
 Processes: a fake engine that speaks both the engine stream (for Kvasir) and plain HTTP (for the proxies); a bare proxy
 that copies bytes; a bare proxy that also parses the JSON and hashes the body (SHA-256, as the key of an exact cache
 would be); `kvasir serve` without engines of its own. This process sends the requests. CPU is what the kernel says of
 the process in the middle, user and system, per request. With --upstream the HTTP server is an upstream of
-Kvasir's, which has no engine then: bytes in both directions, as the proxies have them. With --replica it is a vLLM
+Kvasir's, which has no engine then: bytes in both directions, as the proxies have them. With --translated it is one
+that speaks the Anthropic API, so that every request and chunk is translated. With --replica it is a vLLM
 without KV events, as far as a gateway asks one: Kvasir sends it token ids, and makes text of those that come back.
 
 Targets: at most 2x the bare proxy for small bodies, 2.2x through a replica; at 400 KB with a warm memo at most 1.5x
@@ -79,6 +80,7 @@ async def run_engine(stream_port: int, http_port: int) -> None:
     )
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/v1/chat/completions", _plain_answer)
+    app.router.add_post("/v1/messages", _message)
     _Replica(word).add_to(app)
     runner = web.AppRunner(app, access_log=None)
     async with engine:
@@ -110,6 +112,32 @@ async def _plain_answer(request: web.Request) -> web.StreamResponse:
         data = {**base, "object": "chat.completion.chunk", "choices": [choice]}
         await response.write(b"data: " + orjson.dumps(data) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def _message(request: web.Request) -> web.StreamResponse:
+    """The same as a message of the Anthropic API."""
+    asked = orjson.loads(await request.read())
+    usage = {"input_tokens": 1, "output_tokens": asked["max_tokens"]}
+    base = {"id": "msg_0", "type": "message", "role": "assistant", "model": "demo", "stop_sequence": None}
+    if not asked.get("stream"):
+        await asyncio.sleep(INTERVAL_S)
+        content = [{"type": "text", "text": PIECE * asked["max_tokens"]}]
+        return web.json_response({**base, "content": content, "stop_reason": "max_tokens", "usage": usage})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+
+    async def send(kind: str, **data: object) -> None:
+        await response.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **data})))
+
+    await send("message_start", message={**base, "content": [], "stop_reason": None, "usage": usage})
+    await send("content_block_start", index=0, content_block={"type": "text", "text": ""})
+    for _ in range(asked["max_tokens"]):
+        await asyncio.sleep(INTERVAL_S)
+        await send("content_block_delta", index=0, delta={"type": "text_delta", "text": PIECE})
+    await send("content_block_stop", index=0)
+    await send("message_delta", delta={"stop_reason": "max_tokens", "stop_sequence": None}, usage=usage)
+    await send("message_stop")
     return response
 
 
@@ -323,6 +351,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4, help="streams at the same time")
     behind = parser.add_mutually_exclusive_group()
     behind.add_argument("--upstream", action="store_true", help="Kvasir in front of the HTTP server, without engine")
+    behind.add_argument("--translated", action="store_true", help="the same, and the server speaks another API")
     behind.add_argument("--replica", action="store_true", help="the HTTP server is a vLLM, and Kvasir's only engine")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of requests")
@@ -342,10 +371,12 @@ def _ours(arguments: argparse.Namespace, folder: Path, stream: int, http: int) -
     """The command, and what is behind it."""
     if arguments.replica:
         return ["gateway", "--replica", f"vllm:http=http://127.0.0.1:{http}"]
-    if not arguments.upstream:
+    if not (arguments.upstream or arguments.translated):
         return ["serve", "--engines", "0", "--engine-urls", f"http://127.0.0.1:{stream}"]
     file = folder / "upstreams.toml"
-    file.write_text(f'[[upstreams]]\nname = "http"\nurl = "http://127.0.0.1:{http}/v1"\nmodels = ["demo"]\n')
+    path, dialect = ("", "anthropic") if arguments.translated else ("/v1", "openai")
+    table = {"name": "http", "dialect": dialect, "url": f"http://127.0.0.1:{http}{path}", "models": ["demo"]}
+    file.write_text("[[upstreams]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in table.items()))
     return ["gateway", "--config", str(file)]
 
 

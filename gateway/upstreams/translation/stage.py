@@ -8,9 +8,9 @@ metering. What an upstream answers in place of an answer becomes an error with i
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from functools import lru_cache
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ import orjson
 from engine.protocol import Hello, Namespace
 from gateway.errors import KvasirError, UnsupportedError, UpstreamLostError, UpstreamRefusedError, UpstreamsAwayError
 from gateway.tasks import off_loop
-from gateway.types import Event, Finished, Request, Started, UpstreamAnswer, UpstreamRequest
+from gateway.types import Event, Finished, Request, Started, Trace, UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.apis import APIS
 from gateway.upstreams.metering import Events, data_of
 from gateway.upstreams.routes import Route
@@ -48,14 +48,22 @@ class Translation:
 
     async def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """See Pipeline.answer. Another API is tried where the upstreams of the one before cannot be reached."""
-        forms = list(self._forms_of(self._upstreams.routes(request.model, request.tenant.name)))
+        trace, forms = request.trace, list(self._forms_of(self._upstreams.routes(request.model, request.tenant.name)))
         for number, form in enumerate(forms, 1):
             begun = False
             try:
-                async with aclosing(self._from(form, request)) as events:
-                    async for event in events:
-                        begun = True
-                        yield event
+                async with self._upstreams.answer(await self._asked(form, request)) as answer:
+                    if answer.status >= 400:
+                        raise _refusal(answer, await _read(answer))
+                    trace.cached_late = begun = True
+                    yield Started(answer.upstream, trace.usage)
+                    read = _Read(answer, form.reader(request))
+                    async for chunk in answer.chunks:
+                        for delta in read.feed(chunk):
+                            yield delta
+                    for delta in read.end():
+                        yield delta
+                    yield read.finished(trace)
                 return
             except (UpstreamsAwayError, UpstreamLostError) as error:
                 if begun or number == len(forms) or (isinstance(error, UpstreamLostError) and error.begun):
@@ -67,28 +75,56 @@ class Translation:
             if (form := self._forms.get(name)) is not None:
                 yield form
 
-    async def _from(self, form: Form, request: Request) -> AsyncGenerator[Event, None]:
-        """The answer of the upstreams of one API."""
-        trace = request.trace
-        lossy = all(
-            route.lossy
-            for route in self._upstreams.routes(request.model, request.tenant.name)
-            if route.form == form.name
-        )
-        asked = await off_loop(request.work, lambda: _written(form, request, lossy=lossy))
-        async with self._upstreams.answer(asked) as answer:
-            if answer.status >= 400:
-                raise _refusal(answer, await _read(answer))
-            reader = form.reader(request)
-            trace.cached_late = True
-            yield Started(answer.upstream, trace.usage)
-            async with aclosing(_deltas(answer, reader)) as deltas:
-                async for delta in deltas:
-                    yield delta
-            if reader.reason is None:
-                raise _lost(answer.upstream, "ended in the middle of its answer")
-            trace.finish, trace.cached_late = reader.reason, False
-            yield Finished(reader.reason, trace.usage, reader.stop)
+    async def _asked(self, form: Form, request: Request) -> UpstreamRequest:
+        routes = self._upstreams.routes(request.model, request.tenant.name)
+        lossy = all(route.lossy for route in routes if route.form == form.name)
+        return await off_loop(request.work, lambda: _written(form, request, lossy=lossy))
+
+
+class _Read:
+    """One answer, out of bytes that are cut anywhere. Raises UpstreamLostError for one that is none of its API."""
+
+    def __init__(self, answer: UpstreamAnswer, reader: AnswerReader) -> None:
+        self._upstream, self._reader = answer.upstream, reader
+        self._events = Events(MAX_ANSWER_BYTES) if _is_stream(answer) else None
+        self._whole = bytearray()
+
+    def feed(self, chunk: bytes) -> list[Delta]:
+        """What became certain with these bytes."""
+        if self._events is None:
+            self._whole += chunk
+            if len(self._whole) > MAX_ANSWER_BYTES:
+                raise _lost(self._upstream, "sent an answer that is too long")
+            return []
+        deltas: list[Delta] = []
+        for event in self._events.feed(chunk):
+            simple = _SIMPLE.fullmatch(event)
+            if (data := simple[1] if simple else data_of(event)) and data != b"[DONE]":
+                deltas += self._made(self._reader.event, data)
+        return deltas
+
+    def end(self) -> list[Delta]:
+        """The same at their end."""
+        return self._made(self._reader.whole, self._whole) if self._events is None else []
+
+    def finished(self, trace: Trace) -> Finished:
+        if self._reader.reason is None:
+            raise _lost(self._upstream, "ended in the middle of its answer")
+        trace.finish, trace.cached_late = self._reader.reason, False
+        return Finished(self._reader.reason, trace.usage, self._reader.stop)
+
+    def _made(self, read: Callable[[Mapping[str, Any]], Iterator[Delta]], data: bytes | bytearray) -> list[Delta]:
+        try:
+            value = orjson.loads(data)
+            if not isinstance(value, dict):
+                raise TypeError("no object")
+            return list(read(value))
+        except _ODD as error:
+            raise _lost(self._upstream, f"answered in a form that is not known ({type(error).__name__})") from None
+
+
+_SIMPLE: Final = re.compile(rb"(?:event: [^\r\n]*\n)?data: ([^\r\n]*)\n\n")
+"""An event as nearly all are."""
 
 
 @lru_cache(4096)
@@ -140,30 +176,6 @@ def _written(form: Form, request: Request, *, lossy: bool) -> UpstreamRequest:
         work=request.work,
         trace=request.trace,
     )
-
-
-async def _deltas(answer: UpstreamAnswer, reader: AnswerReader) -> AsyncGenerator[Delta, None]:
-    """Raises UpstreamLostError for an answer that is none of its API."""
-    if not _is_stream(answer):
-        for delta in _made(answer.upstream, reader.whole, await _read(answer)):
-            yield delta
-        return
-    events = Events(MAX_ANSWER_BYTES)
-    async for chunk in answer.chunks:
-        for event in events.feed(chunk):
-            if (data := data_of(event)) and data != b"[DONE]":
-                for delta in _made(answer.upstream, reader.event, data):
-                    yield delta
-
-
-def _made(upstream: str, read: Callable[[Mapping[str, Any]], Iterator[Delta]], data: bytes) -> list[Delta]:
-    try:
-        value = orjson.loads(data)
-        if not isinstance(value, dict):
-            raise TypeError("no object")
-        return list(read(value))
-    except _ODD as error:
-        raise _lost(upstream, f"answered in a form that is not known ({type(error).__name__})") from None
 
 
 async def _read(answer: UpstreamAnswer) -> bytes:
