@@ -100,7 +100,9 @@ def gateway(tree: Path) -> Iterator[tuple[int, int]]:
         log = folder / "gateway.log"
         process = stack.enter_context(_process(ours, tree, environ, log))
         try:
-            yield process.pid, _found(process, log, r"on http://127\.0\.0\.1:(\d+)")
+            port = _found(process, log, r"on http://127\.0\.0\.1:(\d+)")
+            _joined(port)
+            yield process.pid, port
         finally:
             if process.poll() is not None or "Traceback" in log.read_text():
                 sys.stderr.write(log.read_text()[-LOG_CHARS:])
@@ -138,6 +140,19 @@ def _found(process: subprocess.Popen[bytes], log: Path, pattern: str) -> int:
             return int(found[1])
         time.sleep(0.1)
     raise RuntimeError(f"it did not start: {log.read_text()[-2000:]}")
+
+
+def _joined(port: int) -> None:
+    """Returns when its engine serves."""
+    until_s = time.monotonic() + 120
+    while time.monotonic() < until_s:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {OTHER}"})
+            if b'"demo"' in connection.getresponse().read():
+                return
+        time.sleep(0.1)
+    raise RuntimeError("its engine did not join")
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
