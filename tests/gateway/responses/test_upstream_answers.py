@@ -54,7 +54,10 @@ class Stub:
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
         return True
 
-    def models(self, dialect: str, tenant: str) -> Mapping[str, int]:
+    def speaks(self, model: str, tenant: str, dialect: str) -> bool:
+        return True
+
+    def models(self, tenant: str) -> Mapping[str, int]:
         return {"m": 0}
 
     def route_text(self, model: str, tenant: str) -> str:
