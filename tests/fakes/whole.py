@@ -101,6 +101,7 @@ async def whole(
                 await worker.close()
             await runner.cleanup()
             await gateway.registry.stop()
+            await gateway.upstreams.close()
             await gateway.index.close()
             gateway.prompts.close()
             await gateway.files.close()
