@@ -13,7 +13,6 @@ Thoughts of earlier turns are left out, as OpenAI has no field for them, and bre
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
@@ -36,13 +35,14 @@ from gateway.upstreams.translation.base import (
     results_of,
     text_of,
 )
+from gateway.upstreams.translation.openai_caching import OPENAI, Marks, marks_of, options_of, parts
 
 MAX_STOPS: Final = 4
 MAX_ERROR_CHARS: Final = 2_000
 
 _API: Final = "OpenAI chat completions"
 _TAKES: Final = frozenset(("seed", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"))
-_OPENAI: Final = re.compile(r"(openai/|ft:)?(gpt-\d|chatgpt-|chat-latest|codex-|o\d)")
+_MARKABLE: Final = ("system", "user", "assistant", "tool")
 _OBJECT: Final = {"type": "object", "properties": {}}
 _NO_ARGUMENTS: Final = {**_OBJECT, "additionalProperties": False}
 _NEVER_STRICT: Final = frozenset(("allOf", "oneOf", "not", "if", "then", "else", "patternProperties"))
@@ -71,7 +71,7 @@ class OpenAIChat(Form):
             raise lacks(_API, "way to compute a prompt without an answer", "max_tokens")
         if len(request.stop) > MAX_STOPS:
             raise lacks(_API, f"more than {MAX_STOPS} stop strings", "stop")
-        limit = "max_completion_tokens" if _OPENAI.match(model) else "max_tokens"
+        limit = "max_completion_tokens" if OPENAI.match(model) else "max_tokens"
         optional = {
             limit: sampling.max_tokens if sampling.max_tokens < UNLIMITED else 0,
             "stop": list(request.stop),
@@ -84,8 +84,9 @@ class OpenAIChat(Form):
             "stream": request.stream,
             "stream_options": {"include_usage": True} if request.stream else None,
             **_tools(chat, request.tool_use),
+            **options_of(request, chat, model, marks := marks_of(chat, model, _MARKABLE)),
         }
-        body: Json = {"model": model, "messages": _messages(chat)}
+        body: Json = {"model": model, "messages": _messages(chat, marks)}
         body |= {name: value for name, value in optional.items() if value}
         usual = {"temperature": 1, "top_p": 1, "seed": None}
         body |= {name: value for name, as_usual in usual.items() if (value := getattr(sampling, name)) != as_usual}
@@ -111,12 +112,13 @@ def results_first(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(range(len(messages)), key=lambda at: (turns[at], rank.get(messages[at]["role"], 2)))
 
 
-def _messages(chat: ChatPrompt) -> list[Json]:
+def _messages(chat: ChatPrompt, marks: Marks) -> list[Json]:
     results = results_of(chat.messages)
     written = []
     for at in results_first(chat.messages):
         message = chat.messages[at]
-        one: Json = {"role": message["role"], "content": text_of(message)}
+        text = text_of(message)
+        one: Json = {"role": message["role"], "content": parts(text, marks[at], "text") if at in marks else text}
         if at in results:
             one["tool_call_id"] = results[at][0]
         elif message.get("name"):

@@ -1,6 +1,7 @@
 """OpenAI's Responses API as an upstream: POST /v1/responses. Pure.
 
-    instructions  the system message that comes first, where others follow; all others are items of the input
+    instructions  the system message that comes first, where others follow and it is not marked for caching; all others
+                  are items of the input
     input         messages, and calls and results as items of their own, results right behind their calls
     strict        is always said of a tool: this API takes one that does not say it as strict
     store         false: the upstream keeps nothing
@@ -29,6 +30,7 @@ from gateway.upstreams.translation.base import (
     results_of,
     text_of,
 )
+from gateway.upstreams.translation.openai_caching import Marks, marks_of, options_of, parts
 from gateway.upstreams.translation.openai_chat import (
     Scores,
     check,
@@ -44,6 +46,7 @@ MIN_TOKENS: Final = 16
 """The least limit of an answer."""
 
 _API: Final = "OpenAI responses"
+_MARKABLE: Final = ("system", "user", "tool")
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 Json = dict[str, Any]
@@ -61,7 +64,8 @@ class OpenAIResponses(Form):
         limit = sampling.max_tokens if sampling.max_tokens < UNLIMITED else 0
         if 0 < limit < MIN_TOKENS:
             raise lacks(_API, f"limit below {MIN_TOKENS} tokens", "max_tokens")
-        instructions = num_instructions(chat.messages) > 0
+        marks = marks_of(chat, model, _MARKABLE)
+        instructions = num_instructions(chat.messages) > 0 and 0 not in marks
         optional = {
             "instructions": text_of(chat.messages[0]) if instructions else None,
             "max_output_tokens": limit,
@@ -69,10 +73,10 @@ class OpenAIResponses(Form):
             "include": None if sampling.logprobs is None else [_LOGPROBS],
             "top_logprobs": sampling.logprobs,
             "stream": request.stream,
-            "prompt_cache_options": {"prewarm": True} if request.prewarm else None,
+            **options_of(request, chat, model, marks),
             **_tools(chat, use),
         }
-        body: Json = {"model": model, "store": False, "input": _items(chat, 1 if instructions else 0)}
+        body: Json = {"model": model, "store": False, "input": _items(chat, 1 if instructions else 0, marks)}
         body |= {name: value for name, value in optional.items() if value}
         usual = {"temperature": 1, "top_p": 1}
         body |= {name: value for name, as_usual in usual.items() if (value := getattr(sampling, name)) != as_usual}
@@ -84,17 +88,18 @@ class OpenAIResponses(Form):
         return _Reader(request)
 
 
-def _items(chat: ChatPrompt, first: int) -> list[Json]:
+def _items(chat: ChatPrompt, first: int, marks: Marks) -> list[Json]:
     """From this message on."""
     results = results_of(chat.messages)
     items: list[Json] = []
     for at in results_first(chat.messages)[first:]:
         message = chat.messages[at]
         text, calls = text_of(message), message.get("tool_calls") or ()
+        content = parts(text, marks[at], "input_text") if at in marks else text
         if at in results:
-            items.append({"type": "function_call_output", "call_id": results[at][0], "output": text})
+            items.append({"type": "function_call_output", "call_id": results[at][0], "output": content})
         elif text or not calls:
-            items.append({"role": message["role"], "content": text})
+            items.append({"role": message["role"], "content": content})
         for number, call in enumerate(calls):
             called = {"name": call["function"]["name"], "arguments": arguments_text(call) or "{}"}
             items.append({"type": "function_call", "call_id": call_id(call, at, number), **called})
