@@ -25,6 +25,9 @@ VALUE_BYTES: Final = 64
 _SLICE: Final = 64 << 10
 """Bytes that are looked at before another thread may have its turn: less than a millisecond."""
 
+_LONG: Final = 512 << 10
+"""The same where signs are only counted."""
+
 
 class Structure(NamedTuple):
     """What a text has outside of its strings, or more."""
@@ -80,8 +83,8 @@ def count_structure(body: bytes) -> Structure:
 
 def _bound(body: bytes) -> Structure:
     found = Structure(0, 0, 1)
-    for start in range(0, len(body), _SLICE):
-        found = _add(found, body[start : start + _SLICE])
+    for start in range(0, len(body), _LONG):
+        found = _add(found, body[start : start + _LONG])
     return found
 
 
@@ -93,5 +96,7 @@ def _add(found: Structure, part: bytes) -> Structure:
 
 
 def _count(part: bytes, one: bytes) -> int:
-    """To find that there is none takes a thirtieth of the time that counting takes."""
-    return part.count(one) if one in part else 0
+    """Where there are few, as in texts, to take them out takes a fifth of the time that counting takes."""
+    few = len(part) >> 8
+    found = len(part) - len(part.replace(one, b"", few))
+    return found if found < few else part.count(one)

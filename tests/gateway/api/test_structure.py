@@ -64,6 +64,13 @@ def test_what_is_counted_is_what_a_parser_finds_however_the_slices_fall(value: A
         assert count_structure(body) == weigh(value)
 
 
+@pytest.mark.parametrize("every", [2, 200, 255, 256, 257, 300, 1000])
+def test_signs_are_counted_whether_there_are_few_or_many(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (b"," + b"x" * (every - 1)) * 1000 + b'{[":'
+    monkeypatch.setattr(structure, "_LONG", 1000)
+    assert check_structure(body) == Structure(2, 1, 1003)
+
+
 @pytest.mark.parametrize("name", TOO_MANY)
 def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.api.body.loads", lambda *_: pytest.fail("it was parsed"))
