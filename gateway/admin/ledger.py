@@ -137,6 +137,11 @@ def totals_json(by_currency: Mapping[str, Figures]) -> dict[str, Any]:
             }
             for saver in SAVERS
         },
+        "hints": {
+            "storage_token_s": total.get("storage_token_s", 0),
+            "storage_money": _money(by_currency, "storage_nano"),
+            "money": _money(by_currency, "hints_nano"),
+        },
     }
 
 
@@ -167,6 +172,7 @@ def _flat(by_currency: Mapping[str, Figures], currency: str) -> dict[str, Any]:
     columns = {"requests": one["requests"], "unpriced_requests": one["unpriced_requests"], **one["used"]}
     for saver, saved in one["saved"].items():
         columns |= {f"saved_{saver}_{what}": value for what, value in saved.items()}
+    columns |= {f"hints_{what}": value for what, value in one["hints"].items()}
     return {name: (value or {}).get(currency, "") if _is_money(name) else value for name, value in columns.items()}
 
 

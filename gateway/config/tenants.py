@@ -132,3 +132,5 @@ class PriceSettings(Section):
     """A million tokens of prompts that were written to a cache; as `input` when not set."""
     cache_write_of: dict[Duration, Money] = Field({})
     """The same for single times to live, as in `{ 1h = 6.0 }`."""
+    storage: Money = Decimal(0)
+    """A million tokens kept in a cache of an upstream for an hour."""

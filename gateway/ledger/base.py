@@ -38,6 +38,9 @@ USED: Final = (
     "micros",  # from arrival to the last byte
     "cost_nano",
     "unpriced_requests",  # of models without a price
+    "storage_token_s",  # tokens times seconds in caches of hosted APIs
+    "storage_nano",  # which is a part of the cost
+    "hints_nano",  # saved by hosted caches, less what writes cost above input and what storage cost: may be below 0
 )
 SAVED: Final = ("requests", "tokens", "micros", "nano")
 COLUMNS: Final = (*USED, *(f"{saver}_{what}" for saver in SAVERS for what in SAVED))
@@ -65,6 +68,8 @@ class Entry(NamedTuple):
     reused_tokens   of the prompts, those that were not computed again; they may be more than what is reported
     reused_ms       that computing those would have taken
     reused_by       the cache of our engines, or of a hosted API
+    created_tokens  of `writes`, those that a hosted API computed for its cache and then read for the request
+    storage_token_s tokens times seconds that a hosted API keeps for it
     by_upstream     a hosted API answered, or had answered what was remembered; it knows nothing of our batch lane
     hits            answers that were not generated; they are in no other field
     """
@@ -81,6 +86,8 @@ class Entry(NamedTuple):
     reused_tokens: int = 0
     reused_ms: float = 0.0
     reused_by: Literal["prefix", "upstream"] = "prefix"
+    created_tokens: int = 0
+    storage_token_s: int = 0
     by_upstream: bool = False
     hits: tuple[Hit, ...] = ()
 

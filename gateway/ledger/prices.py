@@ -1,6 +1,7 @@
 """What tokens cost: the price of a model, and what an entry comes to. Pure, in whole numbers: no error adds up.
 
-Each token of a prompt is paid at exactly one rate: input, cached read, or cache write. What is reported as saved is the
+Each token of a prompt is paid at exactly one rate: input, cached read, or cache write; what an upstream was told to
+cache first is read by the request as well. What is reported as saved is the
 difference to a request of the online lane whose tokens are all input.
 """
 
@@ -23,6 +24,7 @@ MEMO: Final = 1024
 _RATE: Final = 10**9
 """Rates are whole numbers of 1e-15 of a currency for one token: prices of a million tokens have nine decimals."""
 _NANO: Final = 10**6
+_HOUR_S: Final = 3600
 _WHOLE: Final = 10**6
 """A factor of one."""
 
@@ -37,6 +39,7 @@ class Tariff:
     cached_read: int
     cache_write: int
     cache_write_of: Mapping[float, int]
+    storage: int
     batch: int
 
     @classmethod
@@ -49,6 +52,7 @@ class Tariff:
             cached_read=_rate(price.input if price.cached_read is None else price.cached_read),
             cache_write=_rate(price.input if price.cache_write is None else price.cache_write),
             cache_write_of={duration_s(ttl): _rate(rate) for ttl, rate in price.cache_write_of.items()},
+            storage=_rate(price.storage),
             batch=round(batch * _WHOLE),
         )
 
@@ -56,13 +60,28 @@ class Tariff:
         """What the entry costs in the online lane, in rates."""
         written = sum(tokens for _, tokens in entry.writes)
         plain = max(0, entry.prompt_tokens - entry.cached_tokens - written)
-        writes = sum(self.cache_write_of.get(ttl_s, self.cache_write) * tokens for ttl_s, tokens in entry.writes)
         return (
             (plain + entry.embedded_tokens) * self.input
             + entry.cached_tokens * self.cached_read
-            + writes
+            + self.written(entry)
+            + self.stored(entry)
             + entry.completion_tokens * self.output
         )
+
+    def written(self, entry: Entry) -> int:
+        """What its writes to caches cost."""
+        writes = sum(self.cache_write_of.get(ttl_s, self.cache_write) * tokens for ttl_s, tokens in entry.writes)
+        return writes + entry.created_tokens * self.cached_read
+
+    def stored(self, entry: Entry) -> int:
+        """What is kept for it costs; of an hour, to the second."""
+        return self.storage * entry.storage_token_s // _HOUR_S
+
+    def hinted(self, entry: Entry) -> int:
+        """What hosted caches saved it, or cost it where that is less than nothing."""
+        plain = sum(tokens for _, tokens in entry.writes) * self.input
+        saved = entry.cached_tokens * (self.input - self.cached_read)
+        return saved - (self.written(entry) - plain) - self.stored(entry)
 
 
 class Prices:
@@ -87,6 +106,7 @@ def count(entry: Entry, tariff: Tariff | None, total: Figures) -> None:
         "cache_write_tokens": sum(tokens for _, tokens in entry.writes),
         "completion_tokens": entry.completion_tokens,
         "micros": round(entry.total_ms * 1e3),
+        "storage_token_s": entry.storage_token_s,
     }
     if entry.lane == AUDIT:
         if tariff is not None:
@@ -125,6 +145,9 @@ def _add_money(used: Figures, entry: Entry, tariff: Tariff) -> None:
     full = tariff.full(entry)
     used["cost_nano"] = whole = _nano(full * _WHOLE)
     used[f"{entry.reused_by}_nano"] = _nano(entry.cached_tokens * (tariff.input - tariff.cached_read) * _WHOLE)
+    if entry.by_upstream:
+        used["storage_nano"] = _nano(tariff.stored(entry) * _WHOLE)
+        used["hints_nano"] = _nano(tariff.hinted(entry) * _WHOLE)
     if entry.at_batch_price and full:
         used["cost_nano"] = _nano(full * tariff.batch)
         used |= {

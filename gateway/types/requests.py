@@ -143,6 +143,8 @@ class Trace:
     kept_tokens: int = 0  # up to the last of them that is kept
     lease: Lease | None = None
     by_upstream: bool = False  # it was an upstream that answered, and its cache that was read; or is to, for a line
+    created: tuple[float, int] = (0.0, 0)  # time to live and tokens of what an upstream was told to cache before it
+    storage_token_s: int = 0  # tokens times seconds for which an upstream was told to keep them
     completion_tokens: int = 0
     dropped: tuple[str, ...] = ()  # parameters that the upstream's API has no field for
     unmetered: bool = False  # an upstream answered without a usage

@@ -510,6 +510,9 @@ def test_a_group_tells_what_was_used_and_what_was_saved() -> None:
         "prefix_tokens": 64,
         "prefix_micros": 250,
         "prefix_nano": 20,
+        "storage_token_s": 7200,
+        "storage_nano": 500,
+        "hints_nano": -200,
     }
     free = ROW._replace(model="free", currency="")
     told = report({ROW: figures, free: {"requests": 1, "unpriced_requests": 1}}, ("model",))
@@ -527,6 +530,7 @@ def test_a_group_tells_what_was_used_and_what_was_saved() -> None:
             "semantic": nothing,
             "batch": nothing,
         },
+        "hints": {"storage_token_s": 7200, "storage_money": {"USD": "0.0000005"}, "money": {"USD": "-0.0000002"}},
     }
     assert told["group_by"] == ["model"]
     assert told["rows"][0] == demo

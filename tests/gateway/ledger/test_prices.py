@@ -154,3 +154,34 @@ def test_cost_and_savings_are_what_everything_would_have_cost(
     whole = (input_ * (plain + cached + written) + output * said) / 1_000_000 * NANO
     parts = row.get("cost_nano", 0) + row.get("prefix_nano", 0) + row.get("batch_nano", 0)
     assert abs(parts - whole) <= 1
+
+
+PRO = PriceSettings(
+    model="pro", input=Decimal("1.25"), output=Decimal(10), cached_read=Decimal("0.125"), storage=Decimal("4.5")
+)
+
+
+def test_a_hint_wins_what_is_read_and_loses_what_is_written_and_stored() -> None:
+    """10,000 tokens kept for an hour, by the request that had them computed and by those that read them."""
+    first = counted(
+        PRO,
+        prompt_tokens=10_100,
+        writes=((3600.0, 10_000),),
+        created_tokens=10_000,
+        storage_token_s=10_000 * 3600,
+        by_upstream=True,
+    )
+    storage, read_once = Decimal("0.045"), Decimal("0.00125")
+    assert first["storage_token_s"] == 36_000_000
+    assert money(first["storage_nano"]) == storage
+    assert money(first["cost_nano"]) == 10_100 * PRO.input / 1_000_000 + read_once + storage
+    assert money(first["hints_nano"]) == -read_once - storage
+    later = counted(PRO, prompt_tokens=10_100, cached_tokens=10_000, by_upstream=True)
+    assert money(later["hints_nano"]) == 10_000 * Decimal("1.125") / 1_000_000
+    assert first["hints_nano"] + 5 * later["hints_nano"] > 0 > first["hints_nano"] + 4 * later["hints_nano"]
+
+
+def test_a_write_that_nothing_reads_is_lost() -> None:
+    row = counted(prompt_tokens=1000, writes=((300.0, 1000),), by_upstream=True)
+    assert money(row["hints_nano"]) == -1000 * Decimal("1.25") / 1_000_000
+    assert "hints_nano" not in counted(prompt_tokens=1000, writes=((300.0, 1000),))  # an engine's costs nothing more
