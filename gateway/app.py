@@ -24,7 +24,8 @@ from gateway.api.descriptors import REFUSED
 from gateway.api.gemini import content_store
 from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
-from gateway.api.routes import REPLAYS, build_app
+from gateway.api.routes import REPLAYS, WARMING, build_app
+from gateway.api.warming import Warming
 from gateway.config import ReplicaSettings, Settings, StoredResponseSettings
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.registry import Client, EngineFigures, Registry
@@ -57,6 +58,7 @@ from gateway.responses.stored_answers import StoredAnswers
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import ByteStore, Quota
+from gateway.storage.claims import RedisClaims
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import RedisCalls, connect, unreadable
@@ -96,6 +98,7 @@ class Gateway:
     replica_variables: Mapping[str, str] = field(default_factory=dict)  # that have keys of replicas added at run time
     memory: MemoryIndex = field(default_factory=MemoryIndex)
     draining: bool = False
+    warming: Warming | None = None  # once the routes are there
     total: Total = no_others
 
     def __post_init__(self) -> None:
@@ -187,7 +190,8 @@ class Gateway:
         )
 
     def web_app(self) -> web.Application:
-        return build_app(
+        """Raises ConfigError for prompts of [[warm]] that cannot be used."""
+        app = build_app(
             self.settings,
             pipeline=self.pipeline,
             models=self.registry,
@@ -223,8 +227,13 @@ class Gateway:
                 draining=lambda: self.draining,
                 version=installed_version(),
                 total=self.total,
+                warming=lambda: self.warming.figures() if self.warming else {},
+                cold=lambda: self.warming.not_ready() if self.warming else None,
             ),
+            claims=None if (calls := self._calls()) is None else RedisClaims(calls, "warm"),
         )
+        self.warming = app[WARMING]
+        return app
 
     def _calls(self) -> RedisCalls | None:
         """Of one store, so that none waits for a turn behind another. None without Redis."""

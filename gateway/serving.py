@@ -22,7 +22,7 @@ from engine.compute.machine import choose_threads, usable_cores
 from gateway import tasks
 from gateway.admin.sources import no_others
 from gateway.api.descriptors import Site, raise_limit
-from gateway.api.routes import ADMIN, RUNNER, app_runner
+from gateway.api.routes import ADMIN, RUNNER, WARMING, app_runner
 from gateway.app import REPLICA_VARIABLES, Gateway, replica_keys, upstream_keys, upstream_proxies
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses
@@ -120,6 +120,9 @@ async def serve(
         gateway.warmer.start()
         stack.push_async_callback(gateway.warmer.stop)
         _start(gateway)
+        warming = app[WARMING]
+        warming.start()
+        stack.push_async_callback(warming.stop)
         if parent is not None:  # the port is open all the time, and this worker has it once it is as good as others
             await _same_engines(gateway, parent.place.joined, stop)
             port = await _listen(runner, settings, parent.sockets)
@@ -127,6 +130,7 @@ async def serve(
             stack.push_async_callback(parent.close)
             await parent.listening()
         await _first_engines(gateway, {*engine_urls.values(), *_own_vllm(settings, own_engines)}, stop)
+        warming.warn_of_unknown_models()
         worker = gateway.batch_worker = Worker(gateway.batches.stores, app[RUNNER], gateway.batches.changed)
         stack.push_async_callback(worker.close)
         worker.start()

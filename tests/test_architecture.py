@@ -36,7 +36,7 @@ FOR_SERVERS = {"engine.publish", "engine.leases.leases", "engine.leases.pins", "
 """What an engine does by itself, and is done here for servers of others: the index, and the rules of leases."""
 FOUNDATION = {
     *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.breaker"),
-    *("gateway.storage.redis_calls", "gateway.storage.breaker"),
+    *("gateway.storage.redis_calls", "gateway.storage.breaker", "gateway.storage.claims"),
     *("gateway.storage.byte_store", "gateway.storage.memory_bytes", "gateway.storage.redis_bytes"),
     *("gateway.config", "gateway.digests", "gateway.gate", "gateway.logs", "gateway.native"),
     "engine.protocol.frozen",

@@ -140,6 +140,7 @@ class Admin:
             "limits": sources.limits(),
             "response_cache": sources.response_cache(),
             "batches": sources.batches(),
+            "warm": self._sources.warming(),
             "tenants": {
                 tenant: {**own, "cached_ratio": _ratio(own["cached_tokens"], own["prompt_tokens"])}
                 for tenant, own in totals.items()
@@ -165,7 +166,7 @@ class Admin:
         ready = any(engine.state == "ready" for engine in self._sources.engines())
         if not ready and not self._sources.upstreams():
             return "no engine is ready"
-        return None
+        return self._sources.cold()
 
 
 def _degraded(sources: Sources) -> list[str]:

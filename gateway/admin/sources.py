@@ -80,6 +80,8 @@ class Sources:
     response_cache  what it holds now, and since the start by outcome, by reason of a bypass, and by event
     batches     figures of the batch lane's worker: in_flight, paused_models, open_jobs, and lines since the start by
                 outcome; or empty
+    warming     what became of the prompts of [[warm]]
+    cold        why too few of them are there to call the gateway ready; None when enough are
     draining    whether the server is ending and wants no new requests
     workers     how many processes of this gateway run, and were started again; empty without any but this
     total       the snapshot (admin/sums.py) of all workers together, given that of this process; None without others.
@@ -104,6 +106,8 @@ class Sources:
     draining: Callable[[], bool]
     version: str
     workers: Callable[[], Mapping[str, int]] = dict
+    warming: Callable[[], Mapping[str, Any]] = dict
+    cold: Callable[[], str | None] = lambda: None
     total: Total = no_others
 
     def all_joined(self) -> bool:

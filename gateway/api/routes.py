@@ -59,6 +59,7 @@ from gateway.api.record import Observers
 from gateway.api.resend import ResendCache
 from gateway.api.tenants import Auth, Namespaces
 from gateway.api.unknown_fields import refusing
+from gateway.api.warming import Claims, Warming, warm_targets
 from gateway.config import ServerSettings, Settings
 from gateway.files.store import FileStore
 from gateway.limits.limits import TenantLimits
@@ -77,6 +78,9 @@ ADMIN: web.AppKey[Admin] = web.AppKey("admin", Admin)
 
 RUNNER: web.AppKey[BatchRunner] = web.AppKey("runner", BatchRunner)
 """Runs the lines of batches, by the same stages."""
+
+WARMING: web.AppKey[Warming] = web.AppKey("warming", Warming)
+"""Computes the prompts of [[warm]], once it is started."""
 
 REPLAYS: Final[Mapping[str, Replay]] = {
     "/v1/chat/completions": ChatReplay(),
@@ -108,6 +112,7 @@ def build_app(
     engines: Callable[[], Sequence[Engine]],
     fleet: Fleet,
     sources: Sources,
+    claims: Claims | None = None,
 ) -> web.Application:
     """The application, ready for `app_runner`.
 
@@ -123,6 +128,8 @@ def build_app(
     engines        all that are known, for a purge of their blocks
     fleet          of /admin/replicas
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
+    claims         of prompts that one gateway of several has cached by an upstream
+    Raises ConfigError for prompts of [[warm]] that cannot be used.
     """
     server, batches = settings.server, settings.batches
     keys = Auth(settings.auth, settings.tenants)
@@ -202,6 +209,7 @@ def build_app(
         named,
         refuses_unknown,
     )
+    app[WARMING] = Warming(server, warm_targets(settings, answering, aliases), answering, observer, claims)
     app.cleanup_ctx.append(LoopLag(metrics.lag, metrics.own_lag).running)
     app.on_shutdown.append(lambda _: background.shut_down())
     app.on_cleanup.append(lambda _: background.close())

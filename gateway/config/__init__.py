@@ -3,6 +3,7 @@
 A section goes to the stage it is named after and to nobody else; app.py hands them out.
 """
 
+from engine.config import ConfigError as ConfigError
 from gateway.config.apis import *
 from gateway.config.replicas import *
 from gateway.config.serving import *
@@ -11,3 +12,4 @@ from gateway.config.stages import *
 from gateway.config.tenants import *
 from gateway.config.units import *
 from gateway.config.upstreams import *
+from gateway.config.warm import *

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from engine import redis_url
 from engine.config import Section
-from gateway.config.units import COMMAS, WORDS
+from gateway.config.units import COMMAS, WORDS, Share
 
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 
@@ -35,6 +35,10 @@ class ServerSettings(Section):
     """Seconds after which a stream whose prompt is still being computed gets headers and a ping; 0 never."""
     keep_alive_s: PositiveFloat = 75.0
     """Seconds that an idle client connection is kept open."""
+    min_warm: Share = 0.0
+    """Share of a model's `[[warm]]` prompts that one engine has before the gateway is ready; 1 is all."""
+    warm_timeout_s: NonNegativeFloat = 300.0
+    """Seconds from the start until it is ready with fewer, with a warning in the log."""
     shutdown_s: NonNegativeFloat = 30.0
     """Seconds that requests in flight get to end after SIGTERM."""
     cors_origins: Annotated[tuple[Origin, ...], COMMAS] = ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.config import SHORT_FLAGS, EngineSettings
 from gateway.config.apis import (
@@ -30,6 +32,7 @@ from gateway.config.tenants import (
 )
 from gateway.config.units import duration_s
 from gateway.config.upstreams import AliasSettings, UpstreamSettings
+from gateway.config.warm import MAX_ENTRIES, WarmSettings
 from gateway.types import ANONYMOUS
 
 SHORT_FLAGS.update(
@@ -71,6 +74,7 @@ class Settings(BaseModel):
     upstreams: tuple[UpstreamSettings, ...] = ()
     aliases: tuple[AliasSettings, ...] = ()
     replicas: tuple[ReplicaSettings, ...] = ()
+    warm: Annotated[tuple[WarmSettings, ...], Field(max_length=MAX_ENTRIES)] = ()
     redis: RedisSettings = RedisSettings()
     engines: EnginesSettings = EnginesSettings()
     engine: EngineSettings = EngineSettings()
@@ -113,6 +117,7 @@ class Settings(BaseModel):
         most_s = self.engine.lease_max_s
         ttls = [("leases.ttls", ttl) for ttl in self.leases.ttls]
         ttls += [("leases.default_ttl", self.leases.default_ttl), ("gemini.max_ttl", self.gemini.max_ttl)]
+        ttls += [(f"warm[{number}].ttl", one.ttl) for number, one in enumerate(self.warm)]
         for name, ttl in ttls:
             if duration_s(ttl) > most_s:
                 raise ValueError(f"{name}: {ttl} is more than engine.lease_max_s, {most_s:g} s")
@@ -123,6 +128,7 @@ class Settings(BaseModel):
         known = {tenant.name for tenant in self.tenants} or {ANONYMOUS}
         used = [("namespaces", one.name, one.tenants) for one in self.namespaces]
         used += [("aliases", one.name, one.tenants) for one in self.aliases]
+        used += [("warm", one.model, one.tenants) for one in self.warm]
         used += [("upstreams", one.name, (*one.tenants, *one.hints, *one.meter)) for one in self.upstreams]
         for section, name, tenants in used:
             if missing := set(tenants) - known - {ALL_TENANTS}:

@@ -46,6 +46,7 @@ from gateway.config import (
     StoredResponseSettings,
     TenantSettings,
     UpstreamSettings,
+    WarmSettings,
 )
 from gateway.errors import BadRequestError
 from gateway.files.folder import Folder
@@ -79,7 +80,7 @@ from tests.fakes.tuned import tuned
 LIMIT_S = 30.0
 SECTIONS = (
     *("server", "leases", "api", "anthropic", "gemini", "auth", "tenants", "namespaces"),
-    *("stored_responses", "files", "batches", "aliases"),
+    *("stored_responses", "files", "batches", "aliases", "warm"),
 )
 
 
@@ -182,6 +183,7 @@ class Options:
     stored_responses: StoredResponseSettings = field(default_factory=StoredResponseSettings)
     upstreams: Sequence[UpstreamSettings] = ()
     aliases: Sequence[AliasSettings] = ()
+    warm: Sequence[WarmSettings] = ()
     waits: QueueSettings = field(default_factory=QueueSettings)  # for a slot at one of those
     response_store: ByteStore | None = None  # of stored responses; None is memory
     response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))
@@ -266,6 +268,8 @@ def make_app(
             malformed=lambda: REFUSED,
             draining=lambda: state["draining"],
             version="0.0.test",
+            warming=lambda: {"entries": 0, "prompts": []},
+            cold=lambda: state.get("cold"),
         ),
     )
 
