@@ -1,7 +1,8 @@
-"""The generated parts of docs/configuration.md and docs/http-api.md: `python -m tests.docs` writes them.
+"""The generated parts of pages of docs/: `python -m tests.docs` writes them.
 
-They are made of the models of the settings, the route tables, the errors and /metrics, and stand between two comments
-in their page; all other text of a page is written by hand. tests/test_docs.py fails when a part is stale.
+They are made of the models of the settings, the route tables, the errors, /metrics and the forms of upstreams, and
+stand between two comments in their page; all other text of a page is written by hand. tests/test_docs.py fails when a
+part is stale.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +29,8 @@ from gateway.api.gemini.tools import TOOL
 from gateway.api.openapi import OWN, template
 from gateway.api.routes import ROUTES
 from gateway.config import Settings
+from gateway.upstreams.translation.base import DROPPED, FIELDS, Form
+from tests.fakes import client_fields
 from tests.fakes.gateway import make_app, running
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -56,6 +60,7 @@ def parts() -> dict[str, dict[str, str]]:
             "parameters": parameters(every),
             "metrics": metrics(asyncio.run(_exposition())),
         },
+        "translation.md": {"fields": fields()},
     }
 
 
@@ -263,6 +268,34 @@ async def _exposition() -> str:
 def metrics(exposition: str) -> str:
     rows = [f"| `{name}` | {text} |" for name, text in re.findall(r"^# HELP (\w+) (.*)$", exposition, re.MULTILINE)]
     return "\n".join(["| metric | meaning |", "| --- | --- |", *rows])
+
+
+# -- translation ------------------------------------------------------------------------------------------------------
+
+
+def fields() -> str:
+    """A chapter for each API of an upstream: how clients of the other APIs write a field, and what it becomes."""
+    chapters = []
+    for upstream, form in client_fields.CLIENTS.items():
+        clients = [client for client in client_fields.CLIENTS if client != upstream]
+        titles = [*(client_fields.CLIENTS[client].title for client in clients), f"**{form.title}**"]
+        rows = [f"|{'|'.join(titles)}|", f"|{'|'.join('-' for _ in titles)}|"]
+        for name in FIELDS:
+            theirs = [client_fields.field_of(client, name) for client in clients]
+            if any(theirs):
+                rows.append(f"|{'|'.join(f'`{one}`' if one else '' for one in theirs)}|{_becomes(form, name)}|")
+        chapters.append("\n".join([f"### To {form.title}", "", *rows]))
+    return "\n\n".join(chapters)
+
+
+def _becomes(form: Form, name: str) -> str:
+    field = form.table.get(name)
+    if field is None:
+        return "drop" if name in DROPPED else "400"
+    if not field.name:
+        return "-"
+    bounds = [f"{sign}{bound}" for sign, bound in (("≥", field.least), ("≤", field.most)) if isfinite(bound)]
+    return "".join([f"`{field.name}`", *bounds])
 
 
 def main(write: Callable[[Path, str], object] = Path.write_text) -> None:

@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import orjson
 
 from gateway.errors import BadRequestError, UpstreamRefusedError
 from gateway.types import MAX_BREAKPOINTS, CallDelta, ChatPrompt, Constraint, Marker, Request, TextDelta, ToolUse
 from gateway.upstreams.translation.base import (
-    UNLIMITED,
+    LEFT_OUT,
     AnswerReader,
     Delta,
+    Field,
     Form,
+    Table,
     Written,
     arguments_of,
     call_id,
     chat_of,
-    check_sampling,
     lacks,
     num_instructions,
     refusal,
@@ -65,16 +66,34 @@ Block = dict[str, Any]
 class AnthropicMessages(Form):
     dialect = "anthropic"
     name = "anthropic"
+    title = _API
+    table: ClassVar[Table] = {
+        "system": Field("system"),
+        "messages": Field("messages"),
+        "calls": Field("tool_use"),
+        "results": Field("tool_result"),
+        "names": LEFT_OUT,
+        "tools": Field("tools"),
+        "tool_choice": Field("tool_choice"),
+        "one call": Field("disable_parallel_tool_use"),
+        "strict": Field("strict"),
+        "json_schema": Field("output_config"),
+        "max_tokens": Field("max_tokens"),
+        "stop": Field("stop_sequences"),
+        "temperature": Field("temperature", most=1),
+        "top_p": Field("top_p"),
+        "top_k": Field("top_k"),
+        "prewarm": Field("max_tokens"),
+        "prefill": Field("messages"),
+        "breakpoints": Field("cache_control"),
+    }
 
     def write(self, request: Request, model: str) -> Written:
-        chat, sampling, use = chat_of(request, _API), request.sampling, request.tool_use
-        check_sampling(request, _API, frozenset(("top_k",)))
-        if sampling.temperature > 1:
-            raise lacks(_API, "temperature above 1", "temperature")
+        chat, use = chat_of(request, _API), request.tool_use
+        limit = 0 if request.prewarm else DEFAULT_MAX_TOKENS
+        body: dict[str, Any] = {"model": model, "max_tokens": limit, **self.fields(request, chat)}
         if not all(map(str.strip, request.stop)):
             raise lacks(_API, "stop string of blanks alone", "stop")
-        limited = request.prewarm or 0 < sampling.max_tokens < UNLIMITED
-        body: dict[str, Any] = {"model": model, "max_tokens": sampling.max_tokens if limited else DEFAULT_MAX_TOKENS}
         tools = _tools(chat, use)
         system, turns = _conversation(chat)
         if not turns:
@@ -84,13 +103,10 @@ class AnthropicMessages(Form):
             "system": system,
             "tools": tools,
             "tool_choice": None if not tools or request.prewarm else _choice(use),
-            "stop_sequences": list(request.stop),
             "output_config": _output(request.constraint),
             "stream": request.stream and not request.prewarm,
         }
         body |= {name: value for name, value in optional.items() if value}
-        usual = {"temperature": 1, "top_p": 1, "top_k": 0}
-        body |= {name: value for name, as_usual in usual.items() if (value := getattr(sampling, name)) != as_usual}
         return Written("/v1/messages", {**body, "messages": turns})
 
     def reader(self, request: Request) -> AnswerReader:
@@ -181,9 +197,7 @@ def _choice(use: ToolUse | None) -> Block | None:
 def _output(constraint: Constraint | None) -> Block | None:
     if constraint is None:
         return None
-    if constraint.grammar.kind == "json_object":
-        raise lacks(_API, "JSON mode without a schema", constraint.param)
-    schema = orjson.loads(constraint.grammar.text) if constraint.grammar.kind == "json_schema" else None
+    schema = orjson.loads(constraint.grammar.text)
     if not isinstance(schema, dict):
         raise lacks(_API, "such structured output: it takes a JSON Schema that is an object", constraint.param)
     return {"format": {"type": "json_schema", "schema": schema}}

@@ -16,12 +16,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from math import inf
+from typing import Any, ClassVar, Final, NamedTuple
 
 import orjson
 
+from engine.protocol import GrammarKind
 from gateway.errors import UnsupportedError, UpstreamRefusedError
-from gateway.types import CallDelta, ChatPrompt, FinishReason, Request, TextDelta
+from gateway.types import CallDelta, ChatPrompt, Constraint, FinishReason, Request, TextDelta, Tool, ToolUse
 
 Delta = TextDelta | CallDelta
 
@@ -56,11 +58,31 @@ class AnswerReader(ABC):
         """An answer that was not streamed."""
 
 
+class Field(NamedTuple):
+    """How an API writes what a request asks for.
+
+    name         of its field, or the value that stands for it; empty: it is left out, as it changes nothing there
+    least, most  bounds of a number, or of how many strings there may be
+    """
+
+    name: str
+    least: float = -inf
+    most: float = inf
+
+
+LEFT_OUT: Final = Field("")
+
+Table = Mapping[str, Field]
+"""By the names of FIELDS. What is not in the table of an API is refused."""
+
+
 class Form(ABC):
-    """One API. `dialect` and `name` as `dialect` and `form` in the settings of upstreams."""
+    """One API. `dialect` and `name` as `dialect` and `form` in the settings of upstreams; `title` in errors."""
 
     dialect: str
     name: str
+    title: str
+    table: ClassVar[Table]
 
     @abstractmethod
     def write(self, request: Request, model: str) -> Written:
@@ -69,6 +91,21 @@ class Form(ABC):
     @abstractmethod
     def reader(self, request: Request) -> AnswerReader:
         """For its answer."""
+
+    def fields(self, request: Request, chat: ChatPrompt) -> dict[str, Any]:
+        """The fields that are written as they are, by their names in this API. Raises UnsupportedError for the first
+        that it lacks, and for a value out of its bounds."""
+        written: dict[str, Any] = {}
+        for name, value, param in _asked(request, chat):
+            field = self.table.get(name)
+            if field is None:
+                raise lacks(self.title, FIELDS[name] or f"parameter like `{name}`", param)
+            number = value if isinstance(value, int | float) else len(value)
+            if not field.least <= number <= field.most:
+                raise lacks(self.title, _bound(field, number, name), param)
+            if name in _PLAIN and field.name:
+                written[field.name] = list(value) if name == "stop" else value
+        return written
 
 
 UNLIMITED: Final = 1 << 30
@@ -93,6 +130,8 @@ def lacks(api: str, what: str, param: str | None) -> UnsupportedError:
 
 
 USUAL: Final[Mapping[str, Any]] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
     "seed": None,
@@ -108,13 +147,80 @@ USUAL: Final[Mapping[str, Any]] = {
 }
 """Of Sampling: values that change nothing."""
 
+FIELDS: Final[Mapping[str, str]] = {
+    "system": "",
+    "messages": "",
+    "calls": "",
+    "results": "",
+    "names": "",
+    "tools": "tools",
+    "tool_choice": "choice of tools",
+    "one call": "limit of one call",
+    "strict": "strict tools",
+    "json_object": "JSON mode without a schema",
+    "json_schema": "such structured output",
+    "grammar": "such structured output: it takes a JSON Schema",
+    "max_tokens": "",
+    "stop": "stop strings",
+    **dict.fromkeys(USUAL, ""),
+    "prewarm": "way to compute a prompt without an answer",
+    "prefill": "way to go on with a message of the assistant",
+    "breakpoints": "",
+}
+"""All that a request may have, in the order of docs/translation.md -> what an API without it has not. The first five
+are there in every API."""
 
-def check_sampling(request: Request, api: str, takes: frozenset[str]) -> None:
-    """Raises UnsupportedError for the first parameter that would change the answer and is not among those that the API
-    takes, by their names in Sampling."""
-    for name, value in USUAL.items():
-        if name not in takes and getattr(request.sampling, name) != value:
-            raise lacks(api, f"parameter like `{name}`", name)
+_ANY_OBJECT: Final = frozenset(("true", "{}", '{"anyOf":[{"type":"object"},{"type":"array"}]}'))
+"""Schemas without a form; the last is what clients of Gemini ask for without one."""
+
+_PLAIN: Final = frozenset((*USUAL, "stop", "max_tokens"))
+DROPPED: Final = frozenset((*USUAL, "stop"))
+"""Without these an answer is still one to the request: `lossy = "drop"` leaves them out."""
+
+
+def _asked(request: Request, chat: ChatPrompt) -> Iterator[tuple[str, Any, str | None]]:
+    """What a request asks for besides its conversation: name in FIELDS, value, and what asked for it."""
+    sampling, constraint = request.sampling, request.constraint
+    if request.prewarm:
+        yield "prewarm", True, "max_tokens"
+    elif 0 < sampling.max_tokens < UNLIMITED:
+        yield "max_tokens", sampling.max_tokens, "max_tokens"
+    for name, usual in USUAL.items():
+        if (value := getattr(sampling, name)) != usual:
+            yield name, value, name
+    if request.stop:
+        yield "stop", request.stop, "stop"
+    if chat.continues:
+        yield "prefill", True, request.prompt_param
+    if chat.tools:
+        yield from _asked_of_tools(chat.tools, request.tool_use)
+    if constraint is not None:
+        kind = kind_of(constraint)
+        yield kind if kind in FIELDS else "grammar", True, constraint.param
+    if chat.markers:
+        yield "breakpoints", True, None
+
+
+def kind_of(constraint: Constraint) -> GrammarKind:
+    """A schema that any object validates against is JSON mode, which the APIs have a field for."""
+    grammar = constraint.grammar
+    return "json_object" if grammar.kind == "json_schema" and grammar.text in _ANY_OBJECT else grammar.kind
+
+
+def _asked_of_tools(tools: Sequence[Tool], use: ToolUse | None) -> Iterator[tuple[str, Any, str | None]]:
+    yield "tools", tools, "tools"
+    if use is None or use.mode != "auto" or len(use.callable) < len(tools):
+        yield "tool_choice", True, "tool_choice"
+    if use is not None and not use.parallel:
+        yield "one call", True, "tool_choice"
+    if any(tool.strict for tool in tools):
+        yield "strict", True, "tools"
+
+
+def _bound(field: Field, number: float, name: str) -> str:
+    if name == "stop":
+        return f"more than {field.most} stop strings"
+    return f"{name} below {field.least}" if number < field.least else f"{name} above {field.most}"
 
 
 def without(request: Request, param: str | None) -> Request | None:
@@ -122,10 +228,9 @@ def without(request: Request, param: str | None) -> Request | None:
     answer to it."""
     if param == "stop":
         return replace(request, stop=())
-    usual = {**USUAL, "temperature": 1.0}
-    if param is None or param not in usual or getattr(request.sampling, param) == usual[param]:
+    if param is None or param not in DROPPED or getattr(request.sampling, param) == USUAL[param]:
         return None
-    return replace(request, sampling=replace(request.sampling, **{param: usual[param]}))
+    return replace(request, sampling=replace(request.sampling, **{param: USUAL[param]}))
 
 
 def object_of(text: str) -> dict[str, Any] | None:

@@ -14,22 +14,24 @@ that the API documents for conversations with other models.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import orjson
 
 from gateway.errors import BadRequestError
 from gateway.types import CallDelta, ChatPrompt, Constraint, FinishReason, Request, TextDelta, Tool, ToolUse
 from gateway.upstreams.translation.base import (
-    UNLIMITED,
+    LEFT_OUT,
     AnswerReader,
     Delta,
+    Field,
     Form,
+    Table,
     Written,
     arguments_of,
     call_id,
     chat_of,
-    check_sampling,
+    kind_of,
     lacks,
     num_instructions,
     object_of,
@@ -43,14 +45,6 @@ MAX_STOPS: Final = 5
 
 _API: Final = "Gemini generateContent"
 _NO_SIGNATURE: Final = "skip_thought_signature_validator"
-_SAMPLING: Final = {
-    "temperature": ("temperature", 1.0),
-    "top_p": ("topP", 1.0),
-    "top_k": ("topK", 0),
-    "presence_penalty": ("presencePenalty", 0.0),
-    "frequency_penalty": ("frequencyPenalty", 0.0),
-}
-"""Fields of Sampling -> of generationConfig, and the value that changes nothing."""
 _FAILED: Final = frozenset(
     ("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CALLS", "MALFORMED_RESPONSE")
 )
@@ -62,16 +56,35 @@ Fields = dict[str, Any]
 class GeminiGenerate(Form):
     dialect = "gemini"
     name = "gemini"
+    title = _API
+    table: ClassVar[Table] = {
+        "system": Field("systemInstruction"),
+        "messages": Field("contents"),
+        "calls": Field("functionCall"),
+        "results": Field("functionResponse"),
+        "names": LEFT_OUT,
+        "tools": Field("functionDeclarations"),
+        "tool_choice": Field("functionCallingConfig"),
+        "one call": LEFT_OUT,
+        "strict": Field("VALIDATED"),
+        "json_object": Field("responseMimeType"),
+        "json_schema": Field("responseJsonSchema"),
+        "max_tokens": Field("maxOutputTokens"),
+        "stop": Field("stopSequences", most=MAX_STOPS),
+        "temperature": Field("temperature"),
+        "top_p": Field("topP"),
+        "top_k": Field("topK"),
+        "seed": Field("seed"),
+        "presence_penalty": Field("presencePenalty"),
+        "frequency_penalty": Field("frequencyPenalty"),
+        "breakpoints": LEFT_OUT,
+    }
 
     def write(self, request: Request, model: str) -> Written:
         chat = chat_of(request, _API)
-        check_sampling(request, _API, frozenset(("top_k", "seed", "presence_penalty", "frequency_penalty")))
-        if request.prewarm:
-            raise lacks(_API, "way to compute a prompt without an answer", "max_tokens")
-        if chat.continues:
-            raise lacks(_API, "answer that goes on with the last message", request.prompt_param)
-        if len(request.stop) > MAX_STOPS:
-            raise lacks(_API, f"more than {MAX_STOPS} stop strings", "stop")
+        config = self.fields(request, chat)
+        if "seed" in config:
+            config["seed"] %= 1 << 31  # a 32-bit integer there
         instruction, contents = _conversation(chat)
         if not contents:
             raise BadRequestError(f"{_API} takes no conversation without any text.", param=request.prompt_param)
@@ -79,7 +92,7 @@ class GeminiGenerate(Form):
             "systemInstruction": {"parts": instruction} if instruction else None,
             "tools": [{"functionDeclarations": [_declaration(tool) for tool in chat.tools]}] if chat.tools else None,
             "toolConfig": _tool_config(chat, request.tool_use) if chat.tools else None,
-            "generationConfig": _generation(request),
+            "generationConfig": config | _format(request.constraint),
         }
         body = {"contents": contents} | {name: value for name, value in optional.items() if value}
         if request.stream:
@@ -141,27 +154,10 @@ def _tool_config(chat: ChatPrompt, use: ToolUse | None) -> Fields | None:
     return {"functionCallingConfig": calling}
 
 
-def _generation(request: Request) -> Fields:
-    sampling = request.sampling
-    config: Fields = {
-        theirs: value for ours, (theirs, usual) in _SAMPLING.items() if (value := getattr(sampling, ours)) != usual
-    }
-    if 0 < sampling.max_tokens < UNLIMITED:
-        config["maxOutputTokens"] = sampling.max_tokens
-    if sampling.seed is not None:
-        config["seed"] = sampling.seed % (1 << 31)  # a 32-bit integer there
-    if request.stop:
-        config["stopSequences"] = list(request.stop)
-    return config | _format(request.constraint)
-
-
 def _format(constraint: Constraint | None) -> Fields:
     if constraint is None:
         return {}
-    kind, text = constraint.grammar.kind, constraint.grammar.text
-    if kind not in ("json_object", "json_schema"):
-        raise lacks(_API, "such structured output: it takes a JSON Schema", constraint.param)
-    schema = orjson.loads(text) if kind == "json_schema" else True
+    schema = True if kind_of(constraint) == "json_object" else orjson.loads(constraint.grammar.text)
     if schema is False:
         raise lacks(_API, "schema that nothing validates against", constraint.param)
     return {"responseMimeType": "application/json"} | ({"responseJsonSchema": schema} if schema is not True else {})

@@ -15,22 +15,23 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import orjson
 
 from gateway.errors import UpstreamRefusedError
 from gateway.types import CallDelta, ChatPrompt, Constraint, Request, ScoredToken, Spelled, TextDelta, ToolUse
 from gateway.upstreams.translation.base import (
-    UNLIMITED,
     AnswerReader,
     Delta,
+    Field,
     Form,
+    Table,
     Written,
     arguments_text,
     call_id,
     chat_of,
-    check_sampling,
+    kind_of,
     lacks,
     results_of,
     text_of,
@@ -41,7 +42,6 @@ MAX_STOPS: Final = 4
 MAX_ERROR_CHARS: Final = 2_000
 
 _API: Final = "OpenAI chat completions"
-_TAKES: Final = frozenset(("seed", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"))
 _MARKABLE: Final = ("system", "user", "assistant", "tool")
 _OBJECT: Final = {"type": "object", "properties": {}}
 _NO_ARGUMENTS: Final = {**_OBJECT, "additionalProperties": False}
@@ -63,46 +63,55 @@ Json = dict[str, Any]
 class OpenAIChat(Form):
     dialect = "openai"
     name = "openai"
+    title = _API
+    table: ClassVar[Table] = {
+        "system": Field("system"),
+        "messages": Field("messages"),
+        "calls": Field("tool_calls"),
+        "results": Field("tool"),
+        "names": Field("name"),
+        "tools": Field("tools"),
+        "tool_choice": Field("tool_choice"),
+        "one call": Field("parallel_tool_calls"),
+        "strict": Field("strict"),
+        "json_object": Field("response_format"),
+        "json_schema": Field("response_format"),
+        "max_tokens": Field("max_completion_tokens"),
+        "stop": Field("stop", most=MAX_STOPS),
+        "temperature": Field("temperature"),
+        "top_p": Field("top_p"),
+        "seed": Field("seed"),
+        "presence_penalty": Field("presence_penalty"),
+        "frequency_penalty": Field("frequency_penalty"),
+        "logit_bias": Field("logit_bias"),
+        "logprobs": Field("top_logprobs"),
+        "breakpoints": Field("prompt_cache_breakpoint"),
+    }
 
     def write(self, request: Request, model: str) -> Written:
-        chat, sampling = chat_of(request, _API), request.sampling
-        check(request, chat, _API, _TAKES)
-        if request.prewarm:
-            raise lacks(_API, "way to compute a prompt without an answer", "max_tokens")
-        if len(request.stop) > MAX_STOPS:
-            raise lacks(_API, f"more than {MAX_STOPS} stop strings", "stop")
-        limit = "max_completion_tokens" if OPENAI.match(model) else "max_tokens"
+        chat = chat_of(request, _API)
+        fields = self.fields(request, chat)
+        if "max_completion_tokens" in fields and not OPENAI.match(model):
+            fields["max_tokens"] = fields.pop("max_completion_tokens")
+        if "logit_bias" in fields:
+            fields["logit_bias"] = {str(token): bias for token, bias in fields["logit_bias"]}
         optional = {
-            limit: sampling.max_tokens if sampling.max_tokens < UNLIMITED else 0,
-            "stop": list(request.stop),
             "response_format": _format(request.constraint),
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "logit_bias": {str(token): bias for token, bias in sampling.logit_bias},
-            "logprobs": sampling.logprobs is not None,
-            "top_logprobs": sampling.logprobs,
+            "logprobs": "top_logprobs" in fields,
+            "top_logprobs": fields.pop("top_logprobs", None),
             "stream": request.stream,
             "stream_options": {"include_usage": True} if request.stream else None,
             **_tools(chat, request.tool_use),
             **options_of(request, chat, model, marks := marks_of(chat, model, _MARKABLE)),
         }
-        body: Json = {"model": model, "messages": _messages(chat, marks)}
+        body: Json = {"model": model, "messages": _messages(chat, marks), **fields}
         body |= {name: value for name, value in optional.items() if value}
-        usual = {"temperature": 1, "top_p": 1, "seed": None}
-        body |= {name: value for name, as_usual in usual.items() if (value := getattr(sampling, name)) != as_usual}
         if request.tool_use is not None and not request.tool_use.parallel:
             body["parallel_tool_calls"] = False
         return Written("/v1/chat/completions", body)
 
     def reader(self, request: Request) -> AnswerReader:
         return _Reader(request)
-
-
-def check(request: Request, chat: ChatPrompt, api: str, takes: frozenset[str]) -> None:
-    """Raises UnsupportedError for what no API of OpenAI has a field for."""
-    check_sampling(request, api, takes)
-    if chat.continues:
-        raise lacks(api, "way to go on with a message of the assistant", request.prompt_param)
 
 
 def results_first(messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -170,14 +179,14 @@ def choice_of(use: ToolUse | None) -> tuple[str | None, str | None]:
 def _format(constraint: Constraint | None) -> Json | None:
     if constraint is None:
         return None
-    if constraint.grammar.kind == "json_object":
+    if kind_of(constraint) == "json_object":
         return {"type": "json_object"}
     return {"type": "json_schema", "json_schema": schema_of(constraint, _API)}
 
 
 def schema_of(constraint: Constraint, api: str) -> Json:
     """Name, schema and whether it is strict. Raises UnsupportedError for a grammar that is no schema of an object."""
-    schema = orjson.loads(constraint.grammar.text) if constraint.grammar.kind == "json_schema" else None
+    schema = orjson.loads(constraint.grammar.text)
     if not isinstance(schema, dict):
         raise lacks(api, "such structured output: it takes a JSON Schema that is an object", constraint.param)
     return {"name": "answer", "schema": schema} | ({"strict": True} if _is_strict(schema) else {})

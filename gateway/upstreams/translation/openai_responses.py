@@ -13,19 +13,21 @@ Names of messages and thoughts of earlier turns are left out: the API takes thou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from gateway.types import CallDelta, ChatPrompt, Constraint, Request, TextDelta, ToolUse
 from gateway.upstreams.translation.base import (
-    UNLIMITED,
+    LEFT_OUT,
     AnswerReader,
     Delta,
+    Field,
     Form,
+    Table,
     Written,
     arguments_text,
     call_id,
     chat_of,
-    lacks,
+    kind_of,
     num_instructions,
     results_of,
     text_of,
@@ -33,7 +35,6 @@ from gateway.upstreams.translation.base import (
 from gateway.upstreams.translation.openai_caching import Marks, marks_of, options_of, parts
 from gateway.upstreams.translation.openai_chat import (
     Scores,
-    check,
     choice_of,
     functions_of,
     plain_text,
@@ -55,31 +56,43 @@ Json = dict[str, Any]
 class OpenAIResponses(Form):
     dialect = "openai"
     name = "openai-responses"
+    title = _API
+    table: ClassVar[Table] = {
+        "system": Field("instructions"),
+        "messages": Field("input"),
+        "calls": Field("function_call"),
+        "results": Field("function_call_output"),
+        "names": LEFT_OUT,
+        "tools": Field("tools"),
+        "tool_choice": Field("tool_choice"),
+        "one call": Field("parallel_tool_calls"),
+        "strict": Field("strict"),
+        "json_object": Field("text"),
+        "json_schema": Field("text"),
+        "max_tokens": Field("max_output_tokens", least=MIN_TOKENS),
+        "temperature": Field("temperature"),
+        "top_p": Field("top_p"),
+        "logprobs": Field("top_logprobs"),
+        "prewarm": Field("prewarm"),
+        "breakpoints": Field("prompt_cache_breakpoint"),
+    }
 
     def write(self, request: Request, model: str) -> Written:
-        chat, sampling, use = chat_of(request, _API), request.sampling, request.tool_use
-        check(request, chat, _API, frozenset(("logprobs",)))
-        if request.stop:
-            raise lacks(_API, "stop strings", "stop")
-        limit = sampling.max_tokens if sampling.max_tokens < UNLIMITED else 0
-        if 0 < limit < MIN_TOKENS:
-            raise lacks(_API, f"limit below {MIN_TOKENS} tokens", "max_tokens")
+        chat, use = chat_of(request, _API), request.tool_use
+        fields = self.fields(request, chat)
         marks = marks_of(chat, model, _MARKABLE)
         instructions = num_instructions(chat.messages) > 0 and 0 not in marks
         optional = {
             "instructions": text_of(chat.messages[0]) if instructions else None,
-            "max_output_tokens": limit,
             "text": _format(request.constraint),
-            "include": None if sampling.logprobs is None else [_LOGPROBS],
-            "top_logprobs": sampling.logprobs,
+            "include": [_LOGPROBS] if "top_logprobs" in fields else None,
+            "top_logprobs": fields.pop("top_logprobs", None),
             "stream": request.stream,
             **options_of(request, chat, model, marks),
             **_tools(chat, use),
         }
-        body: Json = {"model": model, "store": False, "input": _items(chat, 1 if instructions else 0, marks)}
+        body: Json = {"model": model, "store": False, "input": _items(chat, 1 if instructions else 0, marks), **fields}
         body |= {name: value for name, value in optional.items() if value}
-        usual = {"temperature": 1, "top_p": 1}
-        body |= {name: value for name, as_usual in usual.items() if (value := getattr(sampling, name)) != as_usual}
         if use is not None and not use.parallel:
             body["parallel_tool_calls"] = False
         return Written("/v1/responses", body)
@@ -119,7 +132,7 @@ def _tools(chat: ChatPrompt, use: ToolUse | None) -> Json:
 def _format(constraint: Constraint | None) -> Json | None:
     if constraint is None:
         return None
-    if constraint.grammar.kind == "json_object":
+    if kind_of(constraint) == "json_object":
         return {"format": {"type": "json_object"}}
     return {"format": {"type": "json_schema", **schema_of(constraint, _API)}}
 

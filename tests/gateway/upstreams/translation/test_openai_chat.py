@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "prewarm": ({"prewarm": True}, "max_tokens"),
     "prefill": ({"continues": True}, "messages"),
     "regex": ({"constraint": Constraint(Grammar("regex", "a+"), "regex")}, "regex"),
-    "any JSON": ({"constraint": Constraint(Grammar("json_schema", "true"), "response_format")}, "response_format"),
+    "no JSON": ({"constraint": Constraint(Grammar("json_schema", "false"), "response_format")}, "response_format"),
 }
 
 
