@@ -14,7 +14,7 @@ import aiohttp
 
 from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import UpstreamRequest
-from gateway.upstreams.connections import AttemptFailed, bound_idle, deadline_s, read_some
+from gateway.upstreams.connections import AttemptFailed, Response, bound_idle, deadline_s, read_some
 from gateway.upstreams.metering import Meter
 from gateway.upstreams.redaction import QuotedError, retry_after_s, visible
 from gateway.upstreams.upstream import Upstream
@@ -44,7 +44,7 @@ async def open_answer(upstream: Upstream, request: UpstreamRequest, model: str, 
 async def _send(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes) -> Answer:
     latest_s = deadline_s(request, upstream.settings)
     until_s = min(time.monotonic() + upstream.settings.first_byte_timeout_s, latest_s)
-    response: aiohttp.ClientResponse | None = None
+    response: Response | None = None
     try:
         async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
             response = await upstream.connections.send(request, model, body)
@@ -62,9 +62,7 @@ async def _send(upstream: Upstream, request: UpstreamRequest, model: str, body: 
 class Answer:
     """An answer whose first bytes are there. Has to be closed, and may be several times."""
 
-    def __init__(
-        self, upstream: Upstream, response: aiohttp.ClientResponse, first: bytes, request: UpstreamRequest
-    ) -> None:
+    def __init__(self, upstream: Upstream, response: Response, first: bytes, request: UpstreamRequest) -> None:
         """Raises QuotedError."""
         self._upstream = upstream
         self._request = request

@@ -10,7 +10,7 @@ import asyncio
 import io
 import time
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, Literal, cast
 from urllib.parse import quote, urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
@@ -26,6 +26,7 @@ from engine.protocol import Lane
 from gateway.config import UpstreamSettings
 from gateway.types import UpstreamRequest
 from gateway.upstreams.apis import APIS
+from gateway.upstreams.posting import MAX_HEADER_BYTES, MAX_HEADERS, Posted, Poster
 from gateway.upstreams.redaction import Secrets, joined
 
 Kind = Literal["connect", "timeout", "lost", "open", "busy", "key", "redirect"]
@@ -48,10 +49,11 @@ _HEADERS: Final = {"content-type": "application/json", "accept-encoding": "ident
 AT_ONCE_BYTES: Final = 1 << 20
 """A larger body is written in parts, so that the event loop turns in between."""
 
-MAX_HEADER_BYTES: Final = 64 << 10
-"""Of one header of an answer. Some hosts have a security policy of more than the 8 KiB that aiohttp reads by itself."""
+MAX_URLS: Final = 256
+"""That are remembered of one upstream."""
 
-MAX_HEADERS: Final = 1024
+_FRAMING: Final = frozenset(("connection", "content-encoding", "content-length", "expect", "host", "transfer-encoding"))
+"""Headers that mean something to an HTTP client."""
 
 MAX_FRAMING_BYTES: Final = 64 << 10
 """Between two bytes of a body. A chunk's size and extensions have a few; aiohttp reads them without a bound."""
@@ -81,6 +83,13 @@ class _Protocol(ResponseHandler):
         else:
             super()._on_read_timeout()
 
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """After broken chunk framing aiohttp 3.14 closes the connection and leaves the reader of the body waiting."""
+        body = self._payload
+        super().connection_lost(exc)
+        if body is not None and not body.is_eof() and body.exception() is None:
+            body.set_exception(aiohttp.ClientPayloadError(CLOSED))
+
     def data_received(self, data: bytes) -> None:
         body = self._payload
         before = -1 if body is None else body.total_bytes
@@ -109,7 +118,10 @@ class _Connector(aiohttp.TCPConnector):
         return connection
 
 
-async def read_some(response: aiohttp.ClientResponse) -> bytes:
+Response = aiohttp.ClientResponse | Posted
+
+
+async def read_some(response: Response) -> bytes:
     """The next bytes of an answer of Connections; empty at its end. Raises aiohttp.ClientError, also for a connection
     that was closed before the end."""
     try:
@@ -118,30 +130,7 @@ async def read_some(response: aiohttp.ClientResponse) -> bytes:
         raise aiohttp.ClientPayloadError(CLOSED) from None
 
 
-def _fail_when_closed(response: aiohttp.ClientResponse) -> None:
-    """Ends a waiting read when the connection closes. After broken chunk framing aiohttp 3.14 closes the connection and
-    leaves the reader of the body waiting."""
-
-    def fail(_: object) -> None:
-        if not response.content.is_eof() and response.content.exception() is None:
-            response.content.set_exception(aiohttp.ClientPayloadError(CLOSED))
-
-    connection = response.connection
-    if connection is None or connection.protocol is None:  # the whole answer is there
-        return
-    closed = connection.protocol.closed
-    if closed is None:  # it was closed before
-        fail(None)
-        return
-
-    def forget() -> None:
-        closed.remove_done_callback(fail)
-
-    closed.add_done_callback(fail)
-    response.content.on_eof(forget)  # the connection outlives the answer
-
-
-def bound_idle(response: aiohttp.ClientResponse, timeout_s: float) -> None:
+def bound_idle(response: Response, timeout_s: float) -> None:
     """From now on no read waits longer for the next bytes; aiohttp.SocketTimeoutError ends it. While nothing is read,
     because the client is slow, no time counts."""
     connection = response.connection
@@ -161,27 +150,31 @@ class Connections:
     def __init__(self, settings: UpstreamSettings, key: str | None, proxy: str | None = None) -> None:
         self._settings, self._api = settings, APIS[settings.dialect]
         self._proxy = proxy
+        self._url = lru_cache(MAX_URLS)(self._find_url)
         self._sessions: dict[Lane, aiohttp.ClientSession] = {}  # no online request waits for a line's connection
+        self._posters: dict[Lane, Poster] = {}  # of these, where nothing is in the way
         self._headers = {name.lower(): value.get_secret_value() for name, value in settings.headers.items()}
         self.secrets = Secrets(key, self._headers)
         if key:
             name = self._api.key_header
             self._headers[name] = f"Bearer {key}" if name == "authorization" else key
+        self._is_plain = proxy is None and URL(settings.url).user is None and _FRAMING.isdisjoint(self._headers)
 
-    async def send(self, request: UpstreamRequest, model: str, body: bytes) -> aiohttp.ClientResponse:
+    async def send(self, request: UpstreamRequest, model: str, body: bytes) -> Response:
         """Sends the request. The caller reads the body (with `read_some`) and closes it. Raises aiohttp's errors."""
-        response = await self._of(request.lane).request(
+        session, url = self._of(request.lane), self._url(request.path, model, request.query)
+        headers = {**_HEADERS, **joined(request.headers), **self._headers}
+        total_s = deadline_s(request, self._settings) - time.monotonic()
+        if (poster := self._posters.get(request.lane)) and request.method == "POST" and 0 < len(body) <= AT_ONCE_BYTES:
+            return await poster.post(url, headers, body, total_s)
+        return await session.request(
             request.method,
-            self._url(request, model),
+            url,
             data=body if len(body) <= AT_ONCE_BYTES else io.BytesIO(body),
-            headers={**_HEADERS, **joined(request.headers), **self._headers},
+            headers=headers,
             allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(
-                total=deadline_s(request, self._settings) - time.monotonic(), connect=self._settings.connect_timeout_s
-            ),
+            timeout=aiohttp.ClientTimeout(total=total_s, connect=self._settings.connect_timeout_s),
         )
-        _fail_when_closed(response)
-        return response
 
     async def fetch(self, path: str) -> bytes:
         """The body of a GET, for the gateway itself, of `max_metered_bytes` at most. Raises AttemptFailed."""
@@ -207,10 +200,9 @@ class Connections:
         for session in self._sessions.values():
             await session.close()
 
-    def _url(self, request: UpstreamRequest, model: str) -> URL:
-        path = request.path.replace("{model}", quote(model, safe="/")).removeprefix(self._api.base_path)
-        query = f"?{request.query}" if request.query else ""
-        return URL(f"{self._settings.url}{path}{query}", encoded=True)
+    def _find_url(self, path: str, model: str, query: str) -> URL:
+        path = path.replace("{model}", quote(model, safe="/")).removeprefix(self._api.base_path)
+        return URL(f"{self._settings.url}{path}{f'?{query}' if query else ''}", encoded=True)
 
     def _of(self, lane: Lane) -> aiohttp.ClientSession:
         if lane not in self._sessions:
@@ -225,6 +217,8 @@ class Connections:
                 max_headers=MAX_HEADERS,
                 skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
             )
+            if self._is_plain:
+                self._posters[lane] = Poster(self._sessions[lane], URL(settings.url), settings.connect_timeout_s)
         return self._sessions[lane]
 
 

@@ -9,7 +9,7 @@ import ipaddress
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import aiohttp.connector
@@ -131,7 +131,7 @@ async def ask(url: str, environ: dict[str, str]) -> bytes:
     connections, now = Connections(settings, "sk-secret", find_proxy(url, environ)), time.monotonic()
     request = UpstreamRequest("r", Tenant("a"), "openai", "m", "/v1/x", "", (), b"{}", {}, now, now + 10)
     try:
-        async with await connections.send(request, "m", b"{}") as response:
+        with closing(await connections.send(request, "m", b"{}")) as response:
             return await read_some(response)
     finally:
         await connections.close()
