@@ -32,7 +32,7 @@ from gateway.metering import KeyMisses
 from gateway.receipts import Receipts
 from gateway.sequence import RunningSequence
 from gateway.stages import Engine, Hosted, Index, Prompts, Queue, Registry, Responses
-from gateway.types import Ask, EncodedPrompt, Event, Group, Request
+from gateway.types import Ask, ChatPrompt, EncodedPrompt, Event, Group, Request
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,8 @@ class Pipeline:
         generate, model = self._answer, self.find_hosted(request.model, request.tenant.name)
         if model is not None and self._hosted is not None:
             generate = self._hosted.answer
+        else:
+            request = _without_thoughts(request)
         if self._responses is None:
             return generate(request)
         # 1. + 7. An answer that was there, or one that will be remembered.
@@ -228,6 +230,13 @@ class Pipeline:
                 ask = replace(ask, only=group.incarnation, cached_tokens={group.incarnation: ask.prompt_tokens})
                 engine = await slot.enter_async_context(self._queue.slot(engines, ask))
             yield engine
+
+
+def _without_thoughts(request: Request) -> Request:
+    """As an engine answers it, and the response cache knows it: a model here thinks as it was made to."""
+    if isinstance(request.prompt, ChatPrompt) and request.prompt.thoughts:
+        request = replace(request, prompt=replace(request.prompt, thoughts=()))
+    return request if request.thinking is None else replace(request, thinking=None)
 
 
 @dataclass(slots=True)

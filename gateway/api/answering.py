@@ -199,6 +199,7 @@ class Answering:
                 fit=call.fit,
                 constraint=call.constraint,
                 tool_use=call.tool_use,
+                thinking=call.thinking,
                 group=group,
                 number=number,
                 trace=Trace(fork=number > 0),

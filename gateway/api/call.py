@@ -24,6 +24,7 @@ from gateway.types import (
     PromptParam,
     Reuse,
     TextPrompt,
+    Thinking,
     Tier,
     TokenPrompt,
     ToolUse,
@@ -98,6 +99,7 @@ class Call:
     fit: bool = False
     constraint: Constraint | None = None
     tool_use: ToolUse | None = None
+    thinking: Thinking | None = None
     use_cache: bool = True
     only_leased: bool = False
     cache_key: str = ""

@@ -144,7 +144,7 @@ def find_situation(request: Request, model: Hello) -> Situation | None:
 
 def _digest(kind: str, request: Request, model: Hello, prompt: Prompt) -> bytes:
     reuse, constraint, use = request.reuse, request.constraint, request.tool_use
-    parts = (
+    parts: tuple[tuple[object, ...], ...] = (
         ("kvasir", kind, VERSION),
         ("scope", request.salt, reuse.partition),
         ("model", request.model, _model(model)),
@@ -155,6 +155,8 @@ def _digest(kind: str, request: Request, model: Hello, prompt: Prompt) -> bytes:
         ("tool_use", None if use is None else _tool_use(use)),
         ("answer", request.number, request.prewarm),
     )
+    if request.thinking is not None:  # an upstream is to answer it
+        parts = (*parts, ("thinking", request.thinking))
     if request.work <= LARGE:
         return hashlib.sha256(orjson.dumps(parts)).digest()
     hashed = hashlib.sha256()
@@ -179,7 +181,8 @@ def _prompt(prompt: Prompt) -> tuple[object, ...]:
     if isinstance(prompt, ChatPrompt):
         messages = [sorted(message.items()) for message in prompt.messages]
         tools = [_tool(tool) for tool in prompt.tools]
-        return ("chat", messages, tools, prompt.add_generation_prompt, prompt.continues)
+        chat = ("chat", messages, tools, prompt.add_generation_prompt, prompt.continues)
+        return (*chat, prompt.thoughts) if prompt.thoughts else chat
     return ("text", prompt.text) if isinstance(prompt, TextPrompt) else ("tokens", prompt.tokens.hex())
 
 

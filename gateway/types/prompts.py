@@ -65,6 +65,41 @@ class ToolUse:
     parallel: bool = True
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """What a request says of the thoughts that come before the answer. Engines pass over it.
+
+    effort  "none": there are to be none; None: as many as the model likes, up to `budget`
+    budget  tokens of thoughts at most
+    shown   whether the answer is to have their text
+    """
+
+    effort: Effort | None = None
+    budget: int | None = None
+    shown: bool = True
+
+    @property
+    def is_on(self) -> bool:
+        return self.effort != "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Of an earlier answer: what the API that gave the answer wants to see again. Engines pass over it.
+
+    message    number among the prompt's
+    call       number of the message's call that it comes before; -1: it comes before the text
+    signature  as the client has it from the answer: one of ours (upstreams/translation/thoughts.py), or any other
+    """
+
+    message: int
+    call: int
+    signature: str
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Messages as the chat template wants them: "role" and "content" (a string), "tool_calls", "name", ..."""
@@ -75,6 +110,7 @@ class ChatPrompt:
     tools: tuple[Tool, ...] = ()
     min_breakpoint_tokens: int = 0  # a marker after fewer is no breakpoint
     continues: bool = False  # the answer goes on with the last message, which is an assistant's
+    thoughts: tuple[Thought, ...] = ()  # in their order; none, where the prompt goes to an engine
 
 
 @dataclass(frozen=True, slots=True)

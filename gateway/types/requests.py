@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from engine.protocol import Breakpoint, Lane, Sampling
 from engine.protocol.frozen import dataclass
 from gateway.types.events import Usage
-from gateway.types.prompts import Constraint, Prompt, PromptParam, ToolUse
+from gateway.types.prompts import Constraint, Prompt, PromptParam, Thinking, ToolUse
 from gateway.types.tenants import Scope, Tenant
 
 Tier = Literal["priority", "default", "flex"]
@@ -210,6 +210,7 @@ class Request:
     fit: bool = False  # max_tokens that are more than the context has left are cut to that, and not refused
     constraint: Constraint | None = None
     tool_use: ToolUse | None = None  # None: what the model writes is text, whatever it looks like
+    thinking: Thinking | None = None  # None: the model thinks as it does usually, as it always does on an engine
     group: Group | None = None
     number: int = 0  # among the requests of its group; the prompt is accounted for with the first
     work: int = 0  # that it is to render and hash its prompt (tasks.work_of)

@@ -133,6 +133,7 @@ SAMPLES: Final[Mapping[str, Mapping[str, Json]]] = {
         "json_object": {"response_format": {"type": "json_object"}},
         "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CLOSED}}},
         "grammar": {"structured_outputs": {"regex": "a+"}},
+        "thinking": {"reasoning_effort": "low"},
         "max_tokens": {"max_completion_tokens": 50},
         "logprobs": {"logprobs": True, "top_logprobs": 2},
         "breakpoints": {"messages": [_marked("text", "prompt_cache_breakpoint", {"mode": "explicit"})]},
@@ -148,6 +149,7 @@ SAMPLES: Final[Mapping[str, Mapping[str, Json]]] = {
         "strict": {"tools": [_flat(strict=True)]},
         "json_object": {"text": {"format": {"type": "json_object"}}},
         "json_schema": {"text": {"format": FORMAT}},
+        "thinking": {"reasoning": {"effort": "low"}},
         "max_tokens": {"max_output_tokens": 50},
         "logprobs": {"top_logprobs": 2},
         "prewarm": {"prompt_cache_options": {"prewarm": True}},
@@ -163,6 +165,7 @@ SAMPLES: Final[Mapping[str, Mapping[str, Json]]] = {
         "one call": {"tools": [_claude()], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
         "strict": {"tools": [_claude(strict=True)]},
         "json_schema": {"output_config": {"format": {"type": "json_schema", "schema": CLOSED}}},
+        "thinking": {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         "max_tokens": {"max_tokens": 50},
         "stop": {"stop_sequences": ["a"]},
         "temperature": {"temperature": 0.5},
@@ -189,6 +192,7 @@ SAMPLES: Final[Mapping[str, Mapping[str, Json]]] = {
         **{
             name: {"generationConfig": {field: value}}
             for name, field, value in (
+                ("thinking", "thinkingConfig", {"thinkingBudget": 1024}),
                 ("max_tokens", "maxOutputTokens", 50),
                 ("stop", "stopSequences", ["a"]),
                 ("temperature", "temperature", 0.5),
@@ -241,6 +245,7 @@ def request_of(client: str, body: Json) -> Request:
         fit=call.fit,
         constraint=call.constraint,
         tool_use=call.tool_use,
+        thinking=call.thinking,
     )
 
 

@@ -120,14 +120,14 @@ MESSAGES: Final = table(
         "output_config",
         check_output_config,
         "object: `format` of type `json_schema`, `effort`",
-        "`format`: what the answer has to be. `effort` has no effect: the model works as it was made to.",
+        "`format`: what the answer has to be. `effort`: as `thinking`.",
     ),
     used("output_format", check_format, "object: `type` `json_schema`, `schema`", "Older: `output_config.format`."),
     used(
         "thinking",
         thinking,
         "object: `type` `enabled` with `budget_tokens`, `adaptive`, `between_tools` or `disabled`",
-        "Checked, also against other parameters. The model thinks as it was made to, in its text.",
+        "Checked, also against other parameters. For translated requests: engines' models think as they were made to.",
     ),
     no_effect("metadata", record(user_id=text(512)), "object: `user_id`", "The key says which tenant it is."),
     used(

@@ -20,7 +20,7 @@ from gateway.api.fields import invalid, read, unsupported
 from gateway.api.tiers import ANTHROPIC_TIERS
 from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import BadRequestError
-from gateway.types import ChatPrompt, Constraint
+from gateway.types import ChatPrompt, Constraint, Thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ def parse_message(
         fit=True,
         constraint=constraint,
         tool_use=use,
+        thinking=_thinking(values),
         tier=ANTHROPIC_TIERS[values.get("service_tier", "auto")],
         reuse=from_body(values.get("cache", {})),
     )
@@ -149,6 +150,16 @@ def _format(values: dict[str, Any]) -> Constraint | None:
     """The structured output format, in its newer or older field."""
     constraint: Constraint | None = values.get("output_config", {}).get("format", values.get("output_format"))
     return constraint
+
+
+def _thinking(values: dict[str, Any]) -> Thinking | None:
+    """An effort alone says how much, and does not ask to see it."""
+    asked, effort = values.get("thinking", {}), values.get("output_config", {}).get("effort")
+    if not asked:
+        return None if effort is None else Thinking(effort, shown=False)
+    if asked["type"] == "disabled":
+        return Thinking("none", shown=False)
+    return Thinking(effort, asked.get("budget_tokens"), shown=asked.get("display") != "omitted")
 
 
 def _check_prewarm(values: dict[str, Any]) -> None:

@@ -53,9 +53,9 @@ SAFETY: Final = table(
     no_effect("method", _string, "", ""),
 )
 THINKING: Final = table(
-    no_effect("includeThoughts", boolean, "", ""),
-    no_effect("thinkingBudget", whole(-1, MAX_TOKENS), "", ""),
-    no_effect("thinkingLevel", _string, "", ""),
+    used("includeThoughts", boolean, "", ""),
+    used("thinkingBudget", whole(-1, MAX_TOKENS), "", ""),
+    used("thinkingLevel", _string, "", ""),
 )
 
 GENERATION: Final = table(
@@ -83,7 +83,12 @@ GENERATION: Final = table(
         "integer 0 to 20; only with `responseLogprobs`",
         "And of so many of the likeliest tokens in the place of each.",
     ),
-    no_effect("thinkingConfig", message(THINKING), "object", "The model reasons as it was made to."),
+    used(
+        "thinkingConfig",
+        message(THINKING),
+        "object",
+        "For translated requests: engines' models reason as they were made to.",
+    ),
     no_effect("mediaResolution", _string, "string", "There are no media."),
     no_effect("enableEnhancedCivicAnswers", boolean, "boolean", "There is only one kind of answers."),
     refused(

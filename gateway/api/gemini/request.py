@@ -14,7 +14,7 @@ from gateway.api.gemini.parameters import COUNT, GENERATE
 from gateway.api.gemini.proto import read
 from gateway.api.gemini.tools import strict, tool_use
 from gateway.errors import NotFoundError
-from gateway.types import ChatPrompt, Constraint, Marker
+from gateway.types import ChatPrompt, Constraint, Effort, Marker, Thinking
 
 
 def model_name(written: str) -> str:
@@ -85,6 +85,7 @@ def to_call(
         choices=Choices(n, n),
         constraint=constraint,
         tool_use=use,
+        thinking=_thinking(config.get("thinkingConfig")),
     )
 
 
@@ -110,6 +111,25 @@ def _sampling(config: dict[str, Any]) -> Sampling:
         frequency_penalty=config.get("frequencyPenalty", 0.0),
         logprobs=config.get("logprobs", 0) if config.get("responseLogprobs") else None,
     )
+
+
+_LEVELS: Final[dict[str, Effort]] = {
+    "MINIMAL": "minimal",
+    "LOW": "low",
+    "MEDIUM": "medium",
+    "HIGH": "high",
+    "XHIGH": "xhigh",
+}
+
+
+def _thinking(config: dict[str, Any] | None) -> Thinking | None:
+    """A budget of -1, or a level that is not known, leaves it to the model."""
+    if config is None:
+        return None
+    budget, shown = config.get("thinkingBudget", -1), config.get("includeThoughts", False)
+    if budget == 0:
+        return Thinking("none", shown=False)
+    return Thinking(_LEVELS.get(config.get("thinkingLevel", "").upper()), budget if budget > 0 else None, shown=shown)
 
 
 _ANY_JSON: Final = {"anyOf": [{"type": "object"}, {"type": "array"}]}

@@ -236,7 +236,12 @@ CHAT = table(
     used(
         "service_tier", choice(*TIERS), "", "Priority among waiting requests; the answer has the tier that was served."
     ),
-    no_effect("reasoning_effort", choice(*EFFORTS), "", "The model reasons as it was made to."),
+    used(
+        "reasoning_effort",
+        choice(*EFFORTS),
+        "",
+        "For translated requests: engines' models reason as they were made to.",
+    ),
     no_effect("verbosity", choice("low", "medium", "high"), "", "As the model likes it."),
     no_effect(
         "prompt_cache_retention",

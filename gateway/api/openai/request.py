@@ -16,7 +16,7 @@ from gateway.api.openai.tools import read_chat_tools
 from gateway.api.tiers import OPENAI_TIERS
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
-from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, TokenPrompt, ToolUse
+from gateway.types import ChatPrompt, Constraint, Prompt, PromptParam, TextPrompt, Thinking, TokenPrompt, ToolUse
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING = tuple(one.name for one in fields(Sampling))
@@ -103,6 +103,7 @@ def read_call(
         prewarm=param == "prompt" and max_tokens == 0,
         constraint=_constraint(values),
         tool_use=tool_use,
+        thinking=_thinking(values),
         use_cache=caching.use_cache,
         only_leased=caching.only_leased,
         cache_key=values.get("prompt_cache_key", ""),
@@ -124,6 +125,15 @@ def _sampling(values: dict[str, Any], max_tokens: int, logprobs: int | None) -> 
             "stop_ids": values.get("stop_token_ids", ()),
         }
     )
+
+
+def _thinking(values: dict[str, Any]) -> Thinking | None:
+    """Chats show thoughts that are asked for; responses their summary, if they ask for that."""
+    if reasoning := values.get("reasoning"):
+        shown = any(name in reasoning for name in ("summary", "generate_summary"))
+        return Thinking(reasoning.get("effort"), shown=shown)
+    effort = values.get("reasoning_effort")
+    return None if effort is None else Thinking(effort, shown=effort != "none")
 
 
 def _constraint(values: dict[str, Any]) -> Constraint | None:

@@ -5,6 +5,9 @@
     turns            messages of one side that follow each other are one turn, a user's with its tool results first;
                      texts of blanks alone, which this API refuses, are left out
     max_tokens       is required: DEFAULT_MAX_TOKENS where no limit was asked for
+    thinking         adaptive, with an effort; older models, and others that speak this API, get a budget that leaves a
+                     quarter of the limit to the answer. Left out where the API does not take it: with a forced tool,
+                     behind calls that were made without a thought, and where less than MIN_BUDGET is left
     cache_control    from the breakpoints, 5 minutes or an hour; at most 4, and none of an hour behind one of 5 minutes
 
 Thoughts of earlier turns are left out: the API takes them back only with its own signature.
@@ -18,6 +21,7 @@ from typing import Any, ClassVar, Final
 
 import orjson
 
+from engine.protocol import Sampling
 from gateway.errors import BadRequestError, UpstreamRefusedError
 from gateway.types import MAX_BREAKPOINTS, CallDelta, ChatPrompt, Constraint, Marker, Request, TextDelta, ToolUse
 from gateway.upstreams.translation.base import (
@@ -38,13 +42,20 @@ from gateway.upstreams.translation.base import (
     string_of,
     text_of,
 )
+from gateway.upstreams.translation.thoughts import BUDGETS, budget_of, effort_of, thoughts_of
 
 DEFAULT_MAX_TOKENS: Final = 4096
 """Every model of this API can write as many."""
 
+MIN_BUDGET: Final = 1024
+MIN_TOP_P: Final = 0.95
+"""Of a model that thinks, which takes no temperature and no top_k either."""
+
 _API: Final = "Anthropic messages"
 _HOUR_FROM_S: Final = (300 + 3600) / 2
 """Times to live from here on are nearer to an hour than to 5 minutes."""
+_ADAPTIVE: Final = re.compile(r"(.*/)?claude-(?!\d|instant|(opus|sonnet|haiku)-4(-[0-5])?(-\d{8}|-latest)?$)")
+"""Models that take no budget of thoughts, or would rather have none: version 4.6 and later."""
 _ODD_IN_IDS: Final = re.compile(r"[^a-zA-Z0-9_-]")
 _STATUS: Final = {
     "invalid_request_error": 400,
@@ -78,6 +89,7 @@ class AnthropicMessages(Form):
         "one call": Field("disable_parallel_tool_use"),
         "strict": Field("strict"),
         "json_schema": Field("output_config"),
+        "thinking": Field("thinking"),
         "max_tokens": Field("max_tokens"),
         "stop": Field("stop_sequences"),
         "temperature": Field("temperature", most=1),
@@ -90,10 +102,15 @@ class AnthropicMessages(Form):
 
     def write(self, request: Request, model: str) -> Written:
         chat, use = chat_of(request, _API), request.tool_use
-        limit = 0 if request.prewarm else DEFAULT_MAX_TOKENS
-        body: dict[str, Any] = {"model": model, "max_tokens": limit, **self.fields(request, chat)}
+        limit, asked = 0 if request.prewarm else DEFAULT_MAX_TOKENS, self.fields(request, chat)
+        body: dict[str, Any] = {"model": model, "max_tokens": limit, **asked}
         if not all(map(str.strip, request.stop)):
             raise lacks(_API, "stop string of blanks alone", "stop")
+        thinking, effort = _thinking(request, chat, model, limit=body["max_tokens"] if "max_tokens" in asked else None)
+        if thinking and thinking["type"] != "disabled":
+            _check_thinking(request.sampling)
+            if "max_tokens" not in asked:
+                body["max_tokens"] += thinking.get("budget_tokens", MIN_BUDGET)
         tools = _tools(chat, use)
         system, turns = _conversation(chat)
         if not turns:
@@ -103,7 +120,8 @@ class AnthropicMessages(Form):
             "system": system,
             "tools": tools,
             "tool_choice": None if not tools or request.prewarm else _choice(use),
-            "output_config": _output(request.constraint),
+            "thinking": thinking,
+            "output_config": _output(request.constraint) | ({"effort": effort} if effort else {}),
             "stream": request.stream and not request.prewarm,
         }
         body |= {name: value for name, value in optional.items() if value}
@@ -194,9 +212,49 @@ def _choice(use: ToolUse | None) -> Block | None:
     return None if choice == {"type": "auto"} else choice
 
 
-def _output(constraint: Constraint | None) -> Block | None:
+def _thinking(request: Request, chat: ChatPrompt, model: str, limit: int | None) -> tuple[Block | None, str | None]:
+    """How the model is to think, and with which effort it works. `limit` of tokens, if there is one."""
+    thinking, use = request.thinking, request.tool_use
+    if thinking is None or request.prewarm:
+        return None, None
+    is_adaptive, effort = _ADAPTIVE.match(model) is not None, effort_of(thinking)
+    if not thinking.is_on:
+        return ({"type": "disabled"} if is_adaptive else None), None
+    if use is not None and use.mode == "required":
+        return None, None
+    if is_adaptive:
+        display = "summarized" if thinking.shown else "omitted"
+        return {"type": "adaptive", "display": display}, "low" if effort == "minimal" else effort
+    budget = max(budget_of(thinking) or BUDGETS["medium"], MIN_BUDGET)
+    if limit is not None and budget >= limit:
+        budget = limit * 3 // 4
+    if budget < MIN_BUDGET or _calls_without_thought(chat, model):
+        return None, None
+    return {"type": "enabled", "budget_tokens": budget}, None
+
+
+def _check_thinking(sampling: Sampling) -> None:
+    """Raises UnsupportedError for what a model that thinks does not take."""
+    for name, taken in (
+        ("temperature", sampling.temperature == 1),
+        ("top_p", sampling.top_p >= MIN_TOP_P),
+        ("top_k", not sampling.top_k),
+    ):
+        if not taken:
+            raise lacks(_API, f"such `{name}` together with thoughts", name)
+
+
+def _calls_without_thought(chat: ChatPrompt, model: str) -> bool:
+    """Whether the turn that goes on here has begun with something else than a thought of this model."""
+    users = (at for at, message in enumerate(chat.messages) if message["role"] not in ("assistant", "tool"))
+    begin = max(users, default=-1) + 1
+    calls = [at for at in range(begin, len(chat.messages)) if chat.messages[at].get("tool_calls")]
+    return bool(calls) and (calls[0], -1) not in thoughts_of(chat, AnthropicMessages.name, model)
+
+
+def _output(constraint: Constraint | None) -> Block:
     if constraint is None:
-        return None
+        return {}
     schema = orjson.loads(constraint.grammar.text)
     if not isinstance(schema, dict):
         raise lacks(_API, "such structured output: it takes a JSON Schema that is an object", constraint.param)

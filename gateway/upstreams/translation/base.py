@@ -160,6 +160,7 @@ FIELDS: Final[Mapping[str, str]] = {
     "json_object": "JSON mode without a schema",
     "json_schema": "such structured output",
     "grammar": "such structured output: it takes a JSON Schema",
+    "thinking": "",
     "max_tokens": "",
     "stop": "stop strings",
     **dict.fromkeys(USUAL, ""),
@@ -183,7 +184,9 @@ def _asked(request: Request, chat: ChatPrompt) -> Iterator[tuple[str, Any, str |
     sampling, constraint = request.sampling, request.constraint
     if request.prewarm:
         yield "prewarm", True, "max_tokens"
-    elif 0 < sampling.max_tokens < UNLIMITED:
+    if request.thinking is not None:
+        yield "thinking", True, "thinking"
+    if not request.prewarm and 0 < sampling.max_tokens < UNLIMITED:
         yield "max_tokens", sampling.max_tokens, "max_tokens"
     for name, usual in USUAL.items():
         if (value := getattr(sampling, name)) != usual:

@@ -5,6 +5,7 @@
                          first; empty texts are left out
     functionResponse     the object that a result is, else its text as `output`; its name is that of its call
     toolConfig           AUTO, ANY or NONE; VALIDATED where tools are strict, or the model may call some of them only
+    thinkingConfig       a budget for 2.5 and for a number of tokens, else a level; left out where no model thinks
     candidates           one; thoughts are left out. The API has no field for one call at most: others are left out
 
 Calls of earlier turns have no signature of the model's thoughts here, which newer models refuse, unless it is the one
@@ -13,13 +14,14 @@ that the API documents for conversations with other models.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import orjson
 
 from gateway.errors import BadRequestError
-from gateway.types import CallDelta, ChatPrompt, Constraint, FinishReason, Request, TextDelta, Tool, ToolUse
+from gateway.types import CallDelta, ChatPrompt, Constraint, FinishReason, Request, TextDelta, Thinking, Tool, ToolUse
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
@@ -40,10 +42,18 @@ from gateway.upstreams.translation.base import (
     string_of,
     text_of,
 )
+from gateway.upstreams.translation.thoughts import budget_of, effort_of
 
 MAX_STOPS: Final = 5
 
+MIN_BUDGET: Final = 512
+MAX_BUDGET: Final = 24_576
+PRO_BUDGET: Final = 128
+"""Tokens of thoughts that every model with a budget takes, besides 0; `pro` takes no 0, but PRO_BUDGET."""
+
 _API: Final = "Gemini generateContent"
+_NEVER_THINKS: Final = re.compile(r"(.*/)?(gemini-(1|2\.0)|gemma|learnlm)")
+_HAS_BUDGET: Final = re.compile(r"(.*/)?gemini-2")
 _NO_SIGNATURE: Final = "skip_thought_signature_validator"
 _FAILED: Final = frozenset(
     ("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CALLS", "MALFORMED_RESPONSE")
@@ -69,6 +79,7 @@ class GeminiGenerate(Form):
         "strict": Field("VALIDATED"),
         "json_object": Field("responseMimeType"),
         "json_schema": Field("responseJsonSchema"),
+        "thinking": Field("thinkingConfig"),
         "max_tokens": Field("maxOutputTokens"),
         "stop": Field("stopSequences", most=MAX_STOPS),
         "temperature": Field("temperature"),
@@ -92,7 +103,7 @@ class GeminiGenerate(Form):
             "systemInstruction": {"parts": instruction} if instruction else None,
             "tools": [{"functionDeclarations": [_declaration(tool) for tool in chat.tools]}] if chat.tools else None,
             "toolConfig": _tool_config(chat, request.tool_use) if chat.tools else None,
-            "generationConfig": config | _format(request.constraint),
+            "generationConfig": config | _format(request.constraint) | _thinking(request.thinking, model),
         }
         body = {"contents": contents} | {name: value for name, value in optional.items() if value}
         if request.stream:
@@ -152,6 +163,23 @@ def _tool_config(chat: ChatPrompt, use: ToolUse | None) -> Fields | None:
     if some:
         calling["allowedFunctionNames"] = [tool.name for tool in use.callable]
     return {"functionCallingConfig": calling}
+
+
+def _thinking(thinking: Thinking | None, model: str) -> Fields:
+    if thinking is None or _NEVER_THINKS.match(model):
+        return {}
+    config: Fields = {"includeThoughts": True} if thinking.shown and thinking.is_on else {}
+    budget, effort, is_pro = budget_of(thinking), effort_of(thinking), "pro" in model
+    if _HAS_BUDGET.match(model):
+        off = PRO_BUDGET if is_pro else 0
+        config["thinkingBudget"] = -1 if budget is None else min(max(budget, MIN_BUDGET), MAX_BUDGET) if budget else off
+    elif thinking.budget:
+        config["thinkingBudget"] = thinking.budget
+    elif effort is not None:  # there is no way not to think; `pro` has no MINIMAL
+        least = "LOW" if is_pro else "MINIMAL"
+        levels = {"none": least, "minimal": least, "low": "LOW", "medium": "MEDIUM"}
+        config["thinkingLevel"] = levels.get(effort, "HIGH")
+    return {"thinkingConfig": config} if config else {}
 
 
 def _format(constraint: Constraint | None) -> Fields:

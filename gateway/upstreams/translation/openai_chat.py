@@ -5,6 +5,7 @@
     results          right behind the calls that they answer, as this API has it
     tools            those that may be called. All, where one is forced or none may be: compatible servers know no
                      `allowed_tools`
+    reasoning_effort left out for OpenAI's own models that do not think, and refuse it
     response_format  strict where OpenAI takes the schema as strict; else OpenAI, unlike vLLM, only tries to follow it
 
 Thoughts of earlier turns are left out, as OpenAI has no field for them, and breakpoints: these servers cache unasked.
@@ -13,6 +14,7 @@ Thoughts of earlier turns are left out, as OpenAI has no field for them, and bre
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, Final
@@ -37,12 +39,15 @@ from gateway.upstreams.translation.base import (
     text_of,
 )
 from gateway.upstreams.translation.openai_caching import OPENAI, Marks, marks_of, options_of, parts
+from gateway.upstreams.translation.thoughts import effort_of
 
 MAX_STOPS: Final = 4
 MAX_ERROR_CHARS: Final = 2_000
 
 _API: Final = "OpenAI chat completions"
 _MARKABLE: Final = ("system", "user", "assistant", "tool")
+_THINKS: Final = re.compile(r"(openai/|ft:)?(o\d|codex-|gpt-([5-9]|\d\d)(?!.*-chat))")
+"""Models of OpenAI that think."""
 _OBJECT: Final = {"type": "object", "properties": {}}
 _NO_ARGUMENTS: Final = {**_OBJECT, "additionalProperties": False}
 _NEVER_STRICT: Final = frozenset(("allOf", "oneOf", "not", "if", "then", "else", "patternProperties"))
@@ -76,6 +81,7 @@ class OpenAIChat(Form):
         "strict": Field("strict"),
         "json_object": Field("response_format"),
         "json_schema": Field("response_format"),
+        "thinking": Field("reasoning_effort"),
         "max_tokens": Field("max_completion_tokens"),
         "stop": Field("stop", most=MAX_STOPS),
         "temperature": Field("temperature"),
@@ -97,6 +103,7 @@ class OpenAIChat(Form):
             fields["logit_bias"] = {str(token): bias for token, bias in fields["logit_bias"]}
         optional = {
             "response_format": _format(request.constraint),
+            "reasoning_effort": effort_of(request.thinking) if thinks(model) is not False else None,
             "logprobs": "top_logprobs" in fields,
             "top_logprobs": fields.pop("top_logprobs", None),
             "stream": request.stream,
@@ -112,6 +119,11 @@ class OpenAIChat(Form):
 
     def reader(self, request: Request) -> AnswerReader:
         return _Reader(request)
+
+
+def thinks(model: str) -> bool | None:
+    """Whether a model thinks, as far as its name says."""
+    return True if _THINKS.match(model) else False if OPENAI.match(model) else None
 
 
 def results_first(messages: Sequence[Mapping[str, Any]]) -> list[int]:

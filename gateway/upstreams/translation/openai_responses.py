@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
-from gateway.types import CallDelta, ChatPrompt, Constraint, Request, TextDelta, ToolUse
+from gateway.types import CallDelta, ChatPrompt, Constraint, Request, TextDelta, Thinking, ToolUse
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
@@ -41,7 +41,9 @@ from gateway.upstreams.translation.openai_chat import (
     refusal,
     results_first,
     schema_of,
+    thinks,
 )
+from gateway.upstreams.translation.thoughts import effort_of
 
 MIN_TOKENS: Final = 16
 """The least limit of an answer."""
@@ -49,6 +51,7 @@ MIN_TOKENS: Final = 16
 _API: Final = "OpenAI responses"
 _MARKABLE: Final = ("system", "user", "tool")
 _LOGPROBS: Final = "message.output_text.logprobs"
+_THOUGHTS: Final = "reasoning.encrypted_content"
 
 Json = dict[str, Any]
 
@@ -69,6 +72,7 @@ class OpenAIResponses(Form):
         "strict": Field("strict"),
         "json_object": Field("text"),
         "json_schema": Field("text"),
+        "thinking": Field("reasoning"),
         "max_tokens": Field("max_output_tokens", least=MIN_TOKENS),
         "temperature": Field("temperature"),
         "top_p": Field("top_p"),
@@ -85,7 +89,8 @@ class OpenAIResponses(Form):
         optional = {
             "instructions": text_of(chat.messages[0]) if instructions else None,
             "text": _format(request.constraint),
-            "include": [_LOGPROBS] if "top_logprobs" in fields else None,
+            "include": _include(request, model),
+            "reasoning": _reasoning(request.thinking) if thinks(model) is not False else None,
             "top_logprobs": fields.pop("top_logprobs", None),
             "stream": request.stream,
             **options_of(request, chat, model, marks),
@@ -99,6 +104,21 @@ class OpenAIResponses(Form):
 
     def reader(self, request: Request) -> AnswerReader:
         return _Reader(request)
+
+
+def _include(request: Request, model: str) -> list[str]:
+    """Thoughts are included for models that think, and where they are asked for."""
+    thinking = request.thinking
+    thoughts = thinks(model) if thinking is None else thinking.is_on and thinks(model) is not False
+    asked = {_LOGPROBS: request.sampling.logprobs is not None, _THOUGHTS: thoughts}
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def _reasoning(thinking: Thinking | None) -> Json:
+    if thinking is None:
+        return {}
+    optional = {"effort": effort_of(thinking), "summary": "auto" if thinking.shown and thinking.is_on else None}
+    return {name: value for name, value in optional.items() if value}
 
 
 def _items(chat: ChatPrompt, first: int, marks: Marks) -> list[Json]:

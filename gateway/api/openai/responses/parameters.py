@@ -94,11 +94,11 @@ _INPUT = (
     used("parallel_tool_calls", boolean, "boolean, default true", "Whether there may be more than one call."),
     used("text", check_text, "object: `format`, `verbosity`", "What the answer has to be."),
     refused("conversation", "Conversations are not supported; use `previous_response_id`."),
-    no_effect(
+    used(
         "reasoning",
         check_reasoning,
         "object: `effort`, `summary`, `generate_summary`, `context`, `mode`",
-        "The model reasons as it was made to.",
+        "As in chats.",
     ),
 )
 

@@ -51,7 +51,7 @@ def test_a_plain_request_has_the_defaults_of_the_api() -> None:
 def test_what_has_no_effect_changes_nothing() -> None:
     plain = generate()
     assert plain == generate(
-        {"thinkingConfig": {"thinking_budget": 0, "includeThoughts": True}, "responseModalities": ["TEXT"]},
+        {"responseModalities": ["TEXT"]},
         safetySettings=[{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
         labels={"a": "b"},
         model="models/demo",

@@ -227,7 +227,6 @@ HARMLESS = {
     "safety_identifier": "somebody",
     "metadata": {"a": "b"},
     "store": True,
-    "reasoning_effort": "max",
     "verbosity": "low",
     "parallel_tool_calls": False,
     "prompt_cache_retention": "24h",

@@ -100,7 +100,7 @@ OURS = {
     "guided_grammar",
     "responses": "model stream stream_options cache cache_salt service_tier prompt_cache_key prompt_cache_options "
     "previous_response_id truncation include metadata store background",
-    "anthropic": "model stream cache service_tier output_format thinking diagnostics",
+    "anthropic": "model stream cache service_tier output_format diagnostics",
     "gemini": "tools toolConfig generationConfig candidateCount responseSchema responseLogprobs",
 }
 """What no row needs: the gateway carries it out itself, or it is another word for a field that has a row."""

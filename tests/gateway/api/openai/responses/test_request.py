@@ -177,7 +177,6 @@ def test_what_is_wrong_is_named_by_its_path_and_code(fields: dict[str, Any], par
 HARMLESS: dict[str, Any] = {
     "max_tool_calls": 3,
     "prompt_cache_retention": "24h",
-    "reasoning": {"effort": "high", "summary": "auto"},
     "safety_identifier": "somebody",
     "tool_choice": "auto",
     "user": "somebody",
