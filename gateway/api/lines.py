@@ -40,6 +40,7 @@ from gateway.errors import (
     OverloadedError,
     QueueFullError,
     UpstreamLostError,
+    UpstreamRefusedError,
 )
 from gateway.native import no_panic
 from gateway.queues.batch.base import Checked, Job, LinePlan, LineResult, Unrun
@@ -84,6 +85,7 @@ class Endpoint(NamedTuple):
     path     of a client's URL, and `headers` that a client would send: for lines that go to an upstream
     answer   the body of the answer
     call     what it generates from, for finding lines with a common beginning; None: it generates nothing
+    chats    whether its lines are translated for upstreams that speak another API
     """
 
     dialect: Dialect
@@ -91,6 +93,7 @@ class Endpoint(NamedTuple):
     answer: Callable[[Record, Tenant, Body], Awaitable[bytes]]
     call: Callable[[Record, Tenant, Body], Awaitable[Call]] | None = None
     headers: Headers = ()
+    chats: bool = False
 
 
 def generating(
@@ -99,6 +102,8 @@ def generating(
     path: str,
     parse: Callable[[Record, Body], Generation],
     headers: Headers = (),
+    *,
+    chats: bool = True,
 ) -> Endpoint:
     """The endpoint of a route whose body holds the whole request."""
 
@@ -108,7 +113,7 @@ def generating(
     async def call(record: Record, _: Tenant, body: Body) -> Call:
         return (await parsed(record, parse, body)).call
 
-    return Endpoint(dialect, path, answer, call, headers)
+    return Endpoint(dialect, path, answer, call, headers, chats)
 
 
 class LineRequest(NamedTuple):
@@ -238,11 +243,15 @@ class BatchRunner:
         for name in ("stream", "background"):
             if line.body.get(name):
                 raise BadRequestError(f"A line of a batch has no `{name}`.", param=name, code="unsupported_parameter")
-        if not self._goes_on(line):
+        if self._goes_on(line) and not self._is_translated(line):
+            return await self._pass(line, record)
+        try:
             body = await self.endpoints[line.endpoint].answer(record, line.tenant, line.body)
-            record.status = OK
-            return Answered(OK, body, _usage(record))
-        return await self._pass(line, record)
+        finally:
+            for trace in record.traces if self._goes_on(line) else ():
+                trace.by_upstream = True  # as in _pass
+        record.status = OK
+        return Answered(OK, body, _usage(record))
 
     async def _pass(self, line: LineRequest, record: Record) -> Answered:
         """The answer of an upstream, as it wrote it but on one line. Raises KvasirError when no upstream answered, or
@@ -280,6 +289,11 @@ class BatchRunner:
         model = line.body.get("model")
         return type(model) is str and self.passthrough.serves(model, line.tenant)
 
+    def _is_translated(self, line: LineRequest) -> bool:
+        """Whether no upstream of a line's model speaks its API, and another can be asked in its own."""
+        endpoint = self.endpoints[line.endpoint]
+        return endpoint.chats and not self.upstreams.speaks(line.body["model"], line.tenant.name, endpoint.dialect.name)
+
     def _may_join(self, error: KvasirError) -> bool:
         """Whether the model that was not found may still be that of an engine."""
         return isinstance(error, ModelNotFoundError) and not self.all_joined()
@@ -288,7 +302,8 @@ class BatchRunner:
         failed(record, error)
         body = orjson.dumps(record.dialect.error_json(error, record.request_id))
         retry: Retry = "later" if self._may_join(error) else _retry_of(error)
-        after_s = PAUSE_S if isinstance(error, UpstreamLostError) and retry != "no" else error.retry_after_s
+        of_upstream = isinstance(error, UpstreamLostError | UpstreamRefusedError) and retry != "no"
+        after_s = error.retry_after_s or (PAUSE_S if of_upstream else None)
         return Answered(record.status, body, Usage(0, 0), retry, after_s)
 
     def _line(self, job: Job, row: Row, work: int, request_id: str, num_bytes: int) -> LineRequest:
@@ -335,6 +350,8 @@ def _retry_of(error: KvasirError) -> Retry:
             return "no"
         case NotCachedError() | EnginesDiedError():
             return "no"
+        case UpstreamRefusedError():
+            return _retry_of_status(error.status)
         case OverloadedError() | QueueFullError() | UpstreamLostError(begun=False):
             return "later"
     return "again" if error.status >= 500 else "no"

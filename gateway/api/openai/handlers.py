@@ -73,7 +73,10 @@ class OpenAI:
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""
         parsers = {"/v1/chat/completions": self._chat, "/v1/completions": self._completion}
-        return {path: generating(self._answering, OPENAI, path, parse) for path, parse in parsers.items()}
+        return {
+            path: generating(self._answering, OPENAI, path, parse, chats=parse == self._chat)
+            for path, parse in parsers.items()
+        }
 
     async def list_chats(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/chat/completions"""

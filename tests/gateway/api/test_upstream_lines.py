@@ -127,8 +127,8 @@ async def test_an_upstream_that_cannot_be_reached_is_asked_later() -> None:
         assert came[2].retry_after_s is not None
 
 
-async def test_a_model_whose_upstreams_speak_another_api_is_an_error_of_the_line() -> None:
-    came = await asked(MESSAGE, dialect="anthropic")
+async def test_a_text_is_not_translated_for_upstreams_that_speak_another_api() -> None:
+    came = await asked(MESSAGE, "/v1/completions", dialect="anthropic")
     assert (came.status, came.retry) == (400, "no")
     assert json.loads(came.body)["error"]["code"] == "wrong_api"
 

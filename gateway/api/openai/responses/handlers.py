@@ -108,7 +108,7 @@ class Responses:
 
     def endpoints(self) -> dict[str, Endpoint]:
         """What lines of a batch may ask for."""
-        return {"/v1/responses": Endpoint(OPENAI, "/v1/responses", self._answer_line, self._call_of_line)}
+        return {"/v1/responses": Endpoint(OPENAI, "/v1/responses", self._answer_line, self._call_of_line, chats=True)}
 
     async def _answer_line(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bytes:
         query = await parsed(record, lambda _, body: parse(body), body)
