@@ -63,6 +63,8 @@ from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import RedisCalls, connect, unreadable
 from gateway.types import Trace
+from gateway.upstreams.cached_prefixes import ALONE, Shared
+from gateway.upstreams.cached_prefixes import STORE as PREFIXES
 from gateway.upstreams.connections import find_proxy
 from gateway.upstreams.stage import Upstreams
 from gateway.upstreams.translation.forms import FORMS
@@ -159,6 +161,7 @@ class Gateway:
             proxies=self.upstream_proxies,
             queue=settings.queue,
             num_tenants=len(settings.tenants),
+            shared=self._shared_prefixes(),
         )
         self.figures = EngineFigures(lambda: self.registry.engines)
         own = settings.response_cache
@@ -242,6 +245,14 @@ class Gateway:
     def _bytes(self, name: str, limits: StoredResponseSettings) -> ByteStore:
         calls, quota = self._calls(), Quota.of(limits)
         return MemoryBytes(quota, time.time) if calls is None else RedisBytes(calls, name, quota, time.time)
+
+    def _shared_prefixes(self) -> Shared:
+        """What gateways know of prefixes at upstreams."""
+        if (calls := self._calls()) is None:
+            return ALONE
+        return Shared(
+            lambda quota: RedisBytes(calls, PREFIXES, quota, time.time), RedisClaims(calls, PREFIXES), time.time
+        )
 
     def _redis_figures(self) -> dict[str, Any]:
         return {

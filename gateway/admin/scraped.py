@@ -133,6 +133,7 @@ ledger_capped_total | capped | Figures too large for 64 bits, or that replaced w
 [upstreams/{upstream}/] upstream_
 requests_total | requests | Requests sent to an upstream, retries among them.
 unmetered_total | unmetered | Answers of an upstream without usage, or with an absurd one.
+cached_contents_total | cached_contents/{event} | Cached contents of Gemini: made, used, renewed, deleted, lost, failed.
 hints_total | hints | Requests to which a caching hint was added.
 errors_total | errors/{kind} | Failures: connect, timeout, lost, busy, full, late, key, redirect, usage, a status.
 in_flight | in_flight | Requests that an upstream has, or that wait for it.

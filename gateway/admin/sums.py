@@ -62,6 +62,7 @@ replicas/*/warmed_tokens
 {" ".join(f"replicas/*/index/{name}" for name in REPLICA_COUNTERS)}
 queues/*/admitted queues/*/refused queues/*/expired queues/*/abandoned
 upstreams/*/requests upstreams/*/unmetered upstreams/*/hints upstreams/*/errors
+upstreams/*/cached_contents
 responses malformed lost_lines limits/tenants/*/refused redis/outages redis/unreadable
 ledger/totals ledger/dropped ledger/capped
 response_cache/outcomes response_cache/bypassed response_cache/events

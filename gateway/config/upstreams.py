@@ -95,6 +95,8 @@ class UpstreamSettings(Section):
     """Tenants whose requests get caching hints where they have none, or `*` for every tenant."""
     max_hints: ClassVar = 100_000
     """Prefixes (hashes of 16 bytes) that are remembered as sent."""
+    cached_contents: NonNegativeInt = 100
+    """Prefixes of a tenant, or namespace, that a `gemini` upstream keeps as cachedContents; 0 is none."""
     hint_ttl_s: PositiveFloat = 300.0
     """Seconds that a prefix counts as seen: about as long as the upstream caches one."""
     meter: tuple[str, ...] = ()

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from engine.protocol import Lane
 from engine.protocol.frozen import dataclass
 from gateway.types.requests import PLAIN_REUSE, Reuse, Tier, Trace
 from gateway.types.tenants import Scope, Tenant
+
+
+class CachePrefix(NamedTuple):
+    """The beginning of a prompt that an upstream may be told to cache, where its API has prefixes as resources of their
+    own: the system's and tools' part, and leading contents.
+
+    contents  how many of them are marked; None: nothing is, and what comes again may be cached
+    ttl_s     that the client asks for; 0 is the operator's
+    """
+
+    contents: int | None = None
+    ttl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +40,8 @@ class UpstreamRequest:
     on_created    called with the upstream and the id of a thing stored there, before the client has it. Never raises
     find_creator  the upstream that created the thing with an id for the tenant; None when that is not known. Raises
                   OverloadedError
+    prefix   of a translated request that its upstream may be told to cache
+    hinted   the client wants what comes again cached, and does not say up to where
     scope    who may get its answer again; None is the tenant alone. What clients separate theirs with is in the body
     work     that it is to look through, hash or edit its body (tasks.work_of)
     """
@@ -54,6 +68,8 @@ class UpstreamRequest:
     on_created: Callable[[str, str], Awaitable[None]] | None = None
     work: int = 0
     find_creator: Callable[[str], Awaitable[str | None]] | None = None
+    prefix: CachePrefix | None = None
+    hinted: bool = False
     trace: Trace = field(default_factory=Trace)
 
     @property

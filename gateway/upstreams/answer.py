@@ -169,6 +169,7 @@ class Answer:
             self._upstream.has_no_usage(absurd=tokens is not None)
             trace.unmetered = True
             return
+        tokens = tokens.with_created(*trace.created)
         trace.prompt_tokens, trace.completion_tokens = tokens.prompt, tokens.completion
         trace.cached_tokens = trace.reported_cached_tokens = tokens.cached
         trace.cache_write_tokens, trace.lease_writes = tokens.cache_write, tokens.writes

@@ -45,6 +45,13 @@ class Tokens(NamedTuple):
     cache_write: int = 0
     writes: tuple[tuple[float, int], ...] = ()
 
+    def with_created(self, ttl_s: float, tokens: int) -> Tokens:
+        """What was put into the upstream's cache for this very answer was written by it, and then read."""
+        if not (written := min(tokens, self.cached)):
+            return self
+        writes = (*self.writes, (ttl_s, written))
+        return self._replace(cached=self.cached - written, cache_write=self.cache_write + written, writes=writes)
+
     @property
     def is_absurd(self) -> bool:
         """Whether these cannot be the tokens of one answer."""

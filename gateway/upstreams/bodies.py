@@ -53,7 +53,7 @@ def body_for(
     if request.only:
         return request.body, False, False
     tenant = request.tenant.name
-    hint = find_hint(request, seen) if may(settings.hints, tenant) else {}
+    hint = find_hint(request, seen) if request.hinted or may(settings.hints, tenant) else {}
     usage = usage_option(request) if may(settings.meter, tenant) else {}
     changes = {**_model(request, route), **hint, **usage}
     return _changed(request, changes), bool(usage), bool(hint)

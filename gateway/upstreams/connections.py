@@ -177,22 +177,29 @@ class Connections:
         )
 
     async def fetch(self, path: str) -> bytes:
-        """The body of a GET, for the gateway itself, of `max_metered_bytes` at most. Raises AttemptFailed."""
+        """The body of a GET, for the gateway itself. Raises AttemptFailed."""
+        status, body = await self.call("GET", path, timeout_s=self._settings.idle_timeout_s)
+        if status != 200:
+            raise AttemptFailed("lost", f"{self._settings.name} answers with status {status}", again=False)
+        return body
+
+    async def call(self, method: str, path: str, body: bytes | None = None, *, timeout_s: float) -> tuple[int, bytes]:
+        """Status and body of a request of the gateway itself, of `max_metered_bytes` at most. Raises AttemptFailed."""
         settings = self._settings
-        path = path.removeprefix(self._api.base_path)
+        url = settings.url + path.removeprefix(self._api.base_path)
         headers = {**_HEADERS, **self._api.headers, **self._headers}
+        data = body if body is None or len(body) <= AT_ONCE_BYTES else io.BytesIO(body)
+        status = 0
         try:
             async with (
-                asyncio.timeout(settings.idle_timeout_s),
-                self._of("online").get(settings.url + path, headers=headers, allow_redirects=False) as response,
+                asyncio.timeout(timeout_s),
+                self._of("online").request(method, url, data=data, headers=headers, allow_redirects=False) as response,
             ):
-                if response.status != 200:
-                    why = f"{settings.name} answers with status {response.status}"
-                    raise AttemptFailed("lost", why, again=False)
+                status = response.status
                 await response.content.readexactly(settings.max_metered_bytes)
                 raise AttemptFailed("lost", "it is too long", again=False)
         except asyncio.IncompleteReadError as whole:
-            return whole.partial
+            return status, whole.partial
         except (aiohttp.ClientError, OSError):
             raise AttemptFailed("connect", f"{settings.name} cannot be reached", again=False) from None
 

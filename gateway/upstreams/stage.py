@@ -39,6 +39,7 @@ from gateway.types import UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.answer import Answer, open_answer, without
 from gateway.upstreams.apis import APIS
 from gateway.upstreams.bodies import body_for
+from gateway.upstreams.cached_prefixes import ALONE, GONE, Cached, Shared
 from gateway.upstreams.connections import AttemptFailed
 from gateway.upstreams.routes import Route, Routes
 from gateway.upstreams.stored import Accounts
@@ -72,15 +73,19 @@ class Upstreams:
         num_tenants: int = 1,
         clock: Callable[[], float] = time.monotonic,
         backoff_s: float = 0.25,
+        shared: Shared = ALONE,
     ) -> None:
         """proxies    URLs of proxies in front of upstreams, by name
         queue      the limits for requests that wait for a slot
         num_tenants  that are configured
+        shared     what gateways know together
         backoff_s  how long the first retry waits where the upstream does not say
         """
         queue = queue or QueueSettings()
         self._by_name = {
-            one.name: Upstream(one, keys.get(one.name), queue=queue, clock=clock, proxy=(proxies or {}).get(one.name))
+            one.name: Upstream(
+                one, keys.get(one.name), queue=queue, clock=clock, proxy=(proxies or {}).get(one.name), shared=shared
+            )
             for one in settings
         }
         self._routes = Routes(settings)
@@ -128,7 +133,7 @@ class Upstreams:
         for task in self._listings:
             await cancel(task)
         for upstream in self._by_name.values():
-            await upstream.connections.close()
+            await upstream.close()
 
     @asynccontextmanager
     async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
@@ -200,10 +205,7 @@ class Upstreams:
         settings = upstream.settings
         with ExitStack() as slot:
             request = await upstream.take_slot(request, slot, others=others)
-            body, hides_usage, hint = await off_loop(
-                request.work, lambda: body_for(request, route, settings, upstream.seen)
-            )
-            upstream.hints += hint
+            body = await _Body.of(request, route, upstream)
             last: UpstreamAnswer | None = None
             failed: AttemptFailed | None = None
             for attempt in range(settings.retries + 1):
@@ -213,7 +215,7 @@ class Upstreams:
                     closing.callback(answer.close)
                     if answer.status < 400:
                         closing.enter_context(slot.pop_all())  # its body is still to come
-                        return self._good_answer(answer, request, route, hides_usage=hides_usage)
+                        return self._good_answer(answer, request, route, hides_usage=body.hides_usage)
                     last = await self._error_answer(answer, route, upstream)
                     again, retry_after_s = _retriable(last.status) and not answer.final, answer.retry_after_s
                 except AttemptFailed as error:
@@ -227,13 +229,19 @@ class Upstreams:
         assert failed is not None, "the last attempt brought an answer or failed"
         raise failed
 
-    async def _open(self, request: UpstreamRequest, route: Route, upstream: Upstream, body: bytes) -> Answer:
+    async def _open(self, request: UpstreamRequest, route: Route, upstream: Upstream, body: _Body) -> Answer:
         if not upstream.breaker.admit():
             raise upstream.breaker_open()
         trace = request.trace
         trace.retries += trace.engine is not None
         trace.engine, trace.by_upstream = upstream.name, True
-        return await open_answer(upstream, request, route.model, body)
+        answer = await open_answer(upstream, request, route.model, body.sent)
+        if body.cached is None or answer.status not in GONE:
+            return answer
+        answer.close()  # what it was to read is not there any more
+        await upstream.prefixes.forget(body.cached)
+        await body.read_nothing(request, route, upstream)
+        return await self._open(request, route, upstream, body)
 
     def _good_answer(
         self, answer: Answer, request: UpstreamRequest, route: Route, *, hides_usage: bool
@@ -287,6 +295,35 @@ class Upstreams:
         upstream = self._by_name[route.upstream]
         held_off_s = upstream.slots.held_off_s() if lane == "batch" else 0.0
         return max(upstream.breaker.wait_s(), held_off_s) or BUSY_S
+
+
+class _Body:
+    """What an upstream is sent. `cached` is what it reads of a cache that the gateway keeps there."""
+
+    def __init__(self, cached: Cached | None) -> None:
+        self.cached = cached
+        self.sent = b""
+        self.hides_usage = False
+
+    @classmethod
+    async def of(cls, request: UpstreamRequest, route: Route, upstream: Upstream) -> _Body:
+        request.trace.created = (0.0, 0)
+        body = cls(await upstream.prefixes.find(request, route.model))
+        upstream.hints += body.cached is not None
+        await body._write(request, route, upstream)
+        return body
+
+    async def read_nothing(self, request: UpstreamRequest, route: Route, upstream: Upstream) -> None:
+        self.cached, request.trace.created = None, (0.0, 0)
+        await self._write(request, route, upstream)
+
+    async def _write(self, request: UpstreamRequest, route: Route, upstream: Upstream) -> None:
+        cached, settings = self.cached, upstream.settings
+        self.sent, self.hides_usage, hint = await off_loop(
+            request.work,
+            lambda: body_for(cached.applied(request) if cached else request, route, settings, upstream.seen),
+        )
+        upstream.hints += hint
 
 
 _AWAY: Final = ("open", "busy")

@@ -23,6 +23,7 @@ from gateway.tasks import was_cancelled
 from gateway.types import Ask, UpstreamRequest
 from gateway.upstreams.apis import APIS, MAX_TOKENS
 from gateway.upstreams.bodies import PrefixHistory
+from gateway.upstreams.cached_prefixes import ALONE, CachedPrefixes, Shared
 from gateway.upstreams.connections import AttemptFailed, Connections
 from gateway.upstreams.slots import UpstreamSlots
 
@@ -57,8 +58,10 @@ class Upstream:
         queue: QueueSettings,
         clock: Callable[[], float] = time.monotonic,
         proxy: str | None = None,
+        shared: Shared = ALONE,
     ) -> None:
-        """`queue` has the limits for requests that wait where `max_in_flight` is set. `proxy` is a URL."""
+        """`queue` has the limits for requests that wait where `max_in_flight` is set. `proxy` is a URL. `shared` is
+        what gateways know together."""
         self.settings = settings
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
@@ -66,6 +69,7 @@ class Upstream:
         self.connections = Connections(settings, key, proxy)
         self.secrets = self.connections.secrets
         self.seen = PrefixHistory(settings.max_hints, settings.hint_ttl_s, clock)
+        self.prefixes = CachedPrefixes(settings, self.connections, self.seen, shared)
         self.models: list[str] = []  # that it lists, for GET /v1/models alone
         self.hints = 0
         self.requests = 0
@@ -117,6 +121,10 @@ class Upstream:
 
     def breaker_open(self) -> AttemptFailed:
         return AttemptFailed("open", f"the circuit breaker of {self.name} is open", again=False)
+
+    async def close(self) -> None:
+        await self.prefixes.close()
+        await self.connections.close()
 
     # -- what answer.py reports ---------------------------------------------------------------------------------------
 
@@ -183,6 +191,7 @@ class Upstream:
             "errors": dict(self.errors),
             "unmetered": self.unmetered,
             "hints": self.hints,
+            "cached_contents": dict(self.prefixes.events),
             "breaker": self.breaker.state,
         }
 

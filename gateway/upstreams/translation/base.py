@@ -23,7 +23,17 @@ import orjson
 
 from engine.protocol import GrammarKind
 from gateway.errors import UnsupportedError, UpstreamRefusedError
-from gateway.types import CallDelta, ChatPrompt, Constraint, FinishReason, Request, TextDelta, Tool, ToolUse
+from gateway.types import (
+    CachePrefix,
+    CallDelta,
+    ChatPrompt,
+    Constraint,
+    FinishReason,
+    Request,
+    TextDelta,
+    Tool,
+    ToolUse,
+)
 
 Delta = TextDelta | CallDelta
 
@@ -91,6 +101,10 @@ class Form(ABC):
     @abstractmethod
     def reader(self, request: Request) -> AnswerReader:
         """For its answer."""
+
+    def prefix(self, request: Request) -> CachePrefix | None:
+        """Of what `write` makes of it, where the API has prefixes as resources of their own."""
+        return None
 
     def fields(self, request: Request, chat: ChatPrompt) -> dict[str, Any]:
         """The fields that are written as they are, by their names in this API. Raises UnsupportedError for the first

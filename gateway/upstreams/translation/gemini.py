@@ -15,13 +15,25 @@ that the API documents for conversations with other models.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import orjson
 
 from gateway.errors import BadRequestError
-from gateway.types import CallDelta, ChatPrompt, Constraint, FinishReason, Request, TextDelta, Thinking, Tool, ToolUse
+from gateway.types import (
+    CachePrefix,
+    CallDelta,
+    ChatPrompt,
+    Constraint,
+    FinishReason,
+    Request,
+    TextDelta,
+    Thinking,
+    Tool,
+    ToolUse,
+)
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
@@ -88,15 +100,15 @@ class GeminiGenerate(Form):
         "seed": Field("seed"),
         "presence_penalty": Field("presencePenalty"),
         "frequency_penalty": Field("frequencyPenalty"),
-        "breakpoints": LEFT_OUT,
+        "breakpoints": Field("cachedContents"),
     }
 
     def write(self, request: Request, model: str) -> Written:
-        chat = chat_of(request, _API)
+        chat, marked = _cut(chat_of(request, _API))
         config = self.fields(request, chat)
         if "seed" in config:
             config["seed"] %= 1 << 31  # a 32-bit integer there
-        instruction, contents = _conversation(chat)
+        instruction, contents, _ = _conversation(chat, marked)
         if not contents:
             raise BadRequestError(f"{_API} takes no conversation without any text.", param=request.prompt_param)
         optional = {
@@ -110,15 +122,54 @@ class GeminiGenerate(Form):
             return Written("/v1beta/models/{model}:streamGenerateContent", body, "alt=sse")
         return Written("/v1beta/models/{model}:generateContent", body)
 
+    def prefix(self, request: Request) -> CachePrefix | None:
+        """Up to the last marker at which a content ends, or to the content before it; never all of the contents."""
+        if not chat_of(request, _API).markers:
+            return CachePrefix()
+        chat, marked = _cut(chat_of(request, _API))
+        _, contents, ends = _conversation(chat, marked)
+        instructions = num_instructions(chat.messages)
+        found: list[tuple[int, float]] = []
+        for at, ttl_s in marked.items():
+            whole = sum(end <= at for end in ends)
+            if whole or at == instructions - 1:
+                found.append((min(whole, len(contents) - 1), ttl_s))
+        return CachePrefix(*max(found)) if found else None
+
     def reader(self, request: Request) -> AnswerReader:
         return _Reader(one_call=request.tool_use is not None and not request.tool_use.parallel)
 
 
-def _conversation(chat: ChatPrompt) -> tuple[list[Fields], list[Fields]]:
-    """The parts of the instruction, and the contents."""
+def _cut(chat: ChatPrompt) -> tuple[ChatPrompt, dict[int, float]]:
+    """Texts of a user as several messages, which end where they are marked; and messages that end at a marker, with
+    its seconds. The last tool stands for the message before the first."""
+    if not chat.markers:
+        return chat, {}
+    messages: list[dict[str, Any]] = []
+    marked: dict[int, float] = {}
+    own = [(marker.message, marker.chars, marker.ttl_s, marker.call) for marker in chat.markers if marker.tool is None]
+    if any(marker.tool == len(chat.tools) - 1 for marker in chat.markers):
+        marked[-1] = max(marker.ttl_s for marker in chat.markers if marker.tool is not None)
+    for number, message in enumerate(chat.messages):
+        text, calls, start = text_of(message), message.get("tool_calls") or (), 0
+        for _, chars, ttl_s, call in sorted((one for one in own if one[0] == number), key=lambda one: one[1]):
+            if call == len(calls) - 1 if calls else not text[chars:].strip():
+                marked[len(messages)] = max(ttl_s, marked.get(len(messages), 0.0))
+            elif message["role"] == "user" and text[start:chars].strip():
+                marked[len(messages)] = ttl_s
+                messages.append({**message, "content": text[start:chars]})
+                start = chars
+        messages.append({**message, "content": text[start:]} if start else message)
+    return replace(chat, messages=messages), marked
+
+
+def _conversation(chat: ChatPrompt, marked: Collection[int]) -> tuple[list[Fields], list[Fields], list[int]]:
+    """The parts of the instruction, the contents, and the last message of each of these. A content ends with a text of
+    the user that is `marked`, unless results follow, which belong to one."""
     instructions, results = num_instructions(chat.messages), results_of(chat.messages)
     instruction: list[Fields] = []
     contents: list[Fields] = []
+    ends: list[int] = []
     for at, message in enumerate(chat.messages):
         text = text_of(message)
         parts: list[Fields] = [{"text": text}] if text else []
@@ -134,12 +185,15 @@ def _conversation(chat: ChatPrompt) -> tuple[list[Fields], list[Fields]]:
             instruction += parts
         elif parts:
             role = "model" if message["role"] == "assistant" else "user"
-            if not contents or contents[-1]["role"] != role:
+            is_cut = bool(ends) and ends[-1] in marked and role == "user" and at not in results
+            if not contents or contents[-1]["role"] != role or is_cut:
                 contents.append({"role": role, "parts": []})
+                ends.append(at)
             contents[-1]["parts"] += parts
+            ends[-1] = at
     for content in contents if results else ():
         content["parts"].sort(key=lambda part: "functionResponse" not in part)
-    return instruction, contents
+    return instruction, contents, ends
 
 
 def _response(text: str) -> Fields:

@@ -8,7 +8,7 @@
     reasoning_effort left out for OpenAI's own models that do not think, and refuse it
     response_format  strict where OpenAI takes the schema as strict; else OpenAI, unlike vLLM, only tries to follow it
 
-Thoughts of earlier turns are left out, as OpenAI has no field for them, and breakpoints: these servers cache unasked.
+Thoughts of earlier turns are left out, as OpenAI has no field for them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import orjson
 from engine.protocol import Hello, Namespace
 from gateway.errors import KvasirError, UnsupportedError, UpstreamLostError, UpstreamRefusedError, UpstreamsAwayError
 from gateway.tasks import off_loop
-from gateway.types import Event, Finished, Request, Started, Trace, UpstreamAnswer, UpstreamRequest
+from gateway.types import ChatPrompt, Event, Finished, Request, Started, Trace, UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.apis import APIS
 from gateway.upstreams.metering import Events, data_of
 from gateway.upstreams.routes import Route
@@ -157,6 +157,8 @@ def _written(form: Form, request: Request, *, lossy: bool) -> UpstreamRequest:
                 raise
             request = less
             request.trace.dropped += (error.param or "",)
+    marked = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.markers)
+    own_key = request.affinity or (request.scope.key if request.scope is not None else "")
     return UpstreamRequest(
         request_id=request.request_id,
         tenant=request.tenant,
@@ -173,6 +175,9 @@ def _written(form: Form, request: Request, *, lossy: bool) -> UpstreamRequest:
         tier=request.tier,
         priority=request.priority,
         scope=request.scope,
+        prefix=form.prefix(request) if request.use_cache else None,
+        # Forms of OpenAI have written the key.
+        hinted=bool(request.use_cache and own_key and not marked and form.dialect != "openai"),
         work=request.work,
         trace=request.trace,
     )

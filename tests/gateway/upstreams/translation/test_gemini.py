@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.protocol import Grammar
 from gateway.errors import BadRequestError, UnsupportedError, UpstreamRefusedError
-from gateway.types import Constraint, Marker, Request, TextPrompt, Tool, ToolUse
+from gateway.types import CachePrefix, Constraint, Marker, Request, TextPrompt, Tool, ToolUse
 from gateway.upstreams.translation.gemini import GeminiGenerate
 from tests.fakes.translated import (
     CLOCK,
@@ -59,7 +59,7 @@ def written(request: Request) -> dict[str, Any]:
 
 
 def test_a_plain_question_has_nothing_else() -> None:
-    markers = (Marker(0, 1, 300.0),)
+    markers = (Marker(0, 2, 300.0),)
     assert written(chat(user("Hi"), markers=markers)) == {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}
 
 
@@ -382,3 +382,62 @@ def test_an_error_in_the_place_of_an_answer_is_told(event: dict[str, Any], statu
 def test_events_in_any_order_are_read_or_an_error(events: list[dict[str, Any]]) -> None:
     with suppress(LookupError, TypeError, ValueError, AttributeError):
         read_stream(FORM.reader(chat()), events)
+
+
+# -- what may be cached -----------------------------------------------------------------------------------------------
+
+CALLED = (user("u"), said("", call("f", {}, "1"), call("g", {}, "2")), result("r", "1"), result("s", "2"), user("v"))
+TALK = (system("s"), user("u"), said("a"), user("v"))
+PREFIXES: dict[str, tuple[tuple[Any, ...], tuple[Marker, ...], int | None, int]] = {
+    # messages, markers, leading contents that are marked, contents
+    "instructions": (TALK, (Marker(0, 1, 300.0),), 0, 3),
+    "instructions that go on": ((system("s"), system("t"), user("u")), (Marker(0, 1, 300.0),), None, 1),
+    "a turn": (TALK, (Marker(2, 1, 300.0),), 2, 3),
+    "the last turn": (TALK, (Marker(3, 1, 300.0),), 2, 3),
+    "the only turn": (TALK[:2], (Marker(1, 1, 300.0),), 0, 1),
+    "a document before a question": ((user("doc question"),), (Marker(0, 4, 300.0),), 1, 2),
+    "a document in a turn of its own": ((user("doc"), user("question")), (Marker(0, 3, 300.0),), 1, 2),
+    "the last of several": (TALK, (Marker(0, 1, 300.0), Marker(2, 1, 300.0)), 2, 3),
+    "inside of an answer": (TALK, (Marker(2, 0, 300.0),), None, 3),
+    "the last call": (CALLED, (Marker(1, 0, 300.0, call=1),), 2, 3),
+    "a call before others": (CALLED, (Marker(1, 0, 300.0, call=0),), None, 3),
+    "all results": (CALLED, (Marker(3, 1, 300.0),), 3, 4),
+    "some results": (CALLED, (Marker(2, 1, 300.0),), 2, 3),
+    "tools": ((user("u"),), (Marker(0, 0, 300.0, tool=0),), 0, 1),
+    "tools before instructions": (TALK, (Marker(0, 0, 300.0, tool=0),), None, 3),
+}
+
+
+@pytest.mark.parametrize(("messages", "markers", "marked", "contents"), PREFIXES.values(), ids=PREFIXES)
+def test_a_prefix_ends_where_a_content_does(messages: Any, markers: Any, marked: int | None, contents: int) -> None:
+    request = chat(*messages, markers=markers, tools=(WEATHER,))
+    prefix = FORM.prefix(request)
+    assert (None if prefix is None else prefix.contents) == marked
+    assert len(FORM.write(request, "gemini").body["contents"]) == contents
+
+
+def test_without_markers_anything_may_come_again() -> None:
+    assert FORM.prefix(chat(*TALK)) == CachePrefix(None, 0.0)
+    assert FORM.prefix(chat(*TALK, markers=(Marker(0, 1, 300.0), Marker(2, 1, 3600.0)))) == CachePrefix(2, 3600.0)
+
+
+@given(conversations(), st.data())
+def test_a_cut_changes_no_text(messages: list[dict[str, Any]], data: st.DataObject) -> None:
+    places = st.integers(0, len(messages) - 1).flatmap(
+        lambda at: st.builds(Marker, st.just(at), st.integers(0, len(messages[at]["content"])), st.just(300.0))
+    )
+    request = chat(*messages, markers=tuple(data.draw(st.lists(places, max_size=6))))
+
+    def texts(one: Request) -> list[tuple[str, str]]:
+        made: list[tuple[str, str]] = []
+        with suppress(BadRequestError):
+            for content in FORM.write(one, "gemini").body["contents"]:
+                for part in content["parts"]:
+                    text = part.get("text", orjson.dumps(part, option=orjson.OPT_SORT_KEYS).decode())
+                    if made and "text" in part and made[-1][0] == content["role"]:
+                        made[-1] = content["role"], made[-1][1] + text
+                    else:
+                        made.append((content["role"], text))
+        return made
+
+    assert texts(request) == texts(chat(*messages))
