@@ -291,8 +291,10 @@ class BatchRunner:
 
     def _is_translated(self, line: LineRequest) -> bool:
         """Whether no upstream of a line's model speaks its API, and another can be asked in its own."""
-        endpoint = self.endpoints[line.endpoint]
-        return endpoint.chats and not self.upstreams.speaks(line.body["model"], line.tenant.name, endpoint.dialect.name)
+        endpoint, model = self.endpoints[line.endpoint], line.body["model"]
+        return endpoint.chats and not self.upstreams.speaks(
+            model, line.tenant.name, endpoint.dialect.name, endpoint.path
+        )
 
     def _may_join(self, error: KvasirError) -> bool:
         """Whether the model that was not found may still be that of an engine."""

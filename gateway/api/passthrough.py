@@ -84,8 +84,8 @@ class Upstreams(Protocol):
         """Whether a request for a model goes to an upstream. `ours`: an engine, or the embedder, serves it as well."""
         ...
 
-    def speaks(self, model: str, tenant: str, dialect: str) -> bool:
-        """Whether an upstream of the model speaks a dialect, so that nothing has to be translated."""
+    def speaks(self, model: str, tenant: str, dialect: str, path: str) -> bool:
+        """Whether an upstream of the model has the path of a dialect, so that nothing has to be translated."""
         ...
 
     def models(self, tenant: str) -> Mapping[str, int]:
@@ -173,9 +173,9 @@ class Passthrough:
         body = http.pop(RAW)
         if not isinstance(model, str) or not self.serves(model, tenant):
             return None
-        if translated and not self.upstreams.speaks(model, tenant.name, dialect):
-            return None
         record = http[RECORD]
+        if translated and not self.upstreams.speaks(model, tenant.name, dialect, record.endpoint):
+            return None
         build = partial(
             self.request,
             record,

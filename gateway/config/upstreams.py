@@ -75,6 +75,8 @@ class UpstreamSettings(Section):
     """The API that it speaks: `openai`, `anthropic` or `gemini`."""
     api: Literal["chat", "responses"] = "chat"
     """Of `openai`: which of its APIs requests of other dialects are translated into."""
+    api_only: bool = False
+    """Whether it lacks OpenAI's other API, so that chats are translated into responses, or these into chats."""
     lossy: Literal["refuse", "drop"] = "refuse"
     """Parameters of translated requests that its API lacks: a 400, or left out and named in `x-kvasir-dropped`."""
     url: str

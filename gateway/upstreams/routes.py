@@ -28,6 +28,7 @@ class Route:
     """One upstream for one model.
 
     form     of what is translated for it, see UpstreamSettings.form
+    only     whether it has no other form of the dialect
     model    what the upstream calls it
     pattern  of the settings, by which it was found; the name itself for an exact one
     """
@@ -39,6 +40,14 @@ class Route:
     pattern: str
     over_engines: bool
     lossy: bool
+    only: bool = False
+
+    def speaks(self, dialect: str, path: str) -> bool:
+        """Whether a request for this path passes through to it."""
+        return dialect == self.dialect and not (self.only and _FORMS.get(path, self.form) != self.form)
+
+
+_FORMS: Final = {"/v1/chat/completions": "openai", "/v1/responses": "openai-responses"}
 
 
 class Routes:
@@ -92,8 +101,16 @@ class Routes:
 
 
 def _route(upstream: UpstreamSettings, model: str, pattern: str) -> Route:
-    lossy = upstream.lossy == "drop"
-    return Route(upstream.name, upstream.dialect, upstream.form, model, pattern, upstream.over_engines, lossy)
+    return Route(
+        upstream.name,
+        upstream.dialect,
+        upstream.form,
+        model,
+        pattern,
+        upstream.over_engines,
+        lossy=upstream.lossy == "drop",
+        only=upstream.api_only,
+    )
 
 
 def may(tenants: Sequence[str], tenant: str) -> bool:

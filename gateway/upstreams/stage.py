@@ -104,9 +104,9 @@ class Upstreams:
         """In the order in which they are tried, whatever their dialect."""
         return self._routes.find(model, tenant)
 
-    def speaks(self, model: str, tenant: str, dialect: str) -> bool:
-        """Whether an upstream of the model speaks a dialect, so that nothing has to be translated."""
-        return any(route.dialect == dialect for route in self._routes.find(model, tenant))
+    def speaks(self, model: str, tenant: str, dialect: str, path: str) -> bool:
+        """Whether an upstream of the model has the path of a dialect, so that nothing has to be translated."""
+        return any(route.speaks(dialect, path) for route in self._routes.find(model, tenant))
 
     def models(self, tenant: str) -> Mapping[str, int]:
         """Those that can be named -> Unix second since when they are served."""
@@ -161,7 +161,7 @@ class Upstreams:
         routes = self._routes.find(request.model, tenant)
         if not routes:
             raise ModelNotFoundError(request.model)
-        if spoken := [route for route in routes if route.dialect == request.dialect]:
+        if spoken := [route for route in routes if route.speaks(request.dialect, request.path)]:
             return spoken
         raise _other_dialect(request.model, routes[0].dialect)
 

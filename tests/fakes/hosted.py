@@ -1,21 +1,16 @@
-"""Hosted APIs as translated requests meet them: answers made of the official SDKs' own models, and clients of all four
-forms that ask the same thing in their own words."""
+"""Hosted APIs as translated requests meet them: answers made of the official SDKs' own models. Clients that ask are in
+sdk_clients.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-import anthropic
-import openai
 import orjson
 from anthropic import types as claude
-from google.genai import errors as google_errors
 from google.genai import types as google
 from openai.types import chat, responses
 
-from tests.fakes.gemini import gemini
 from tests.fakes.upstream import SSE, Told, events, named
 
 Call = tuple[str, dict[str, Any]]
@@ -202,137 +197,3 @@ def _gemini(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Told:
 
 def _json(value: Any) -> str:
     return orjson.dumps(value).decode()
-
-
-# -- clients ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Heard:
-    """What a client's SDK made of an answer."""
-
-    text: str
-    calls: list[Call]
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-@dataclass
-class Failed:
-    status: int
-    message: str
-
-
-async def ask(client: str, url: str, *, stream: bool, tools: bool = False) -> Heard | Failed:
-    """The same question, "Hi ✓" behind a system prompt, by the SDK of a client."""
-    try:
-        return await {
-            "openai": _ask_openai,
-            "responses": _ask_responses,
-            "anthropic": _ask_anthropic,
-            "gemini": _ask_gemini,
-        }[client](url, stream, tools)
-    except (openai.APIStatusError, anthropic.APIStatusError) as error:
-        return Failed(error.status_code, str(error))
-    except google_errors.APIError as error:
-        return Failed(error.code, str(error))
-
-
-SYSTEM, QUESTION = "Be brief.", "Hi ✓"
-
-
-async def _ask_openai(url: str, stream: bool, tools: bool) -> Heard:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk:
-        options: dict[str, Any] = {"tools": [{"type": "function", "function": TOOL}]} if tools else {}
-        messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
-        create: Any = sdk.chat.completions.create
-        if not stream:
-            answer = await create(model="up-1", messages=messages, **options)
-            message = answer.choices[0].message
-            calls = [(call.function.name, orjson.loads(call.function.arguments)) for call in message.tool_calls or ()]
-            return _heard(message.content or "", calls, answer.usage)
-        text, made, usage = "", dict[int, list[str]](), None
-        more = {"stream_options": {"include_usage": True}}
-        async for chunk in await create(model="up-1", messages=messages, stream=True, **more, **options):
-            usage = chunk.usage or usage
-            for choice in chunk.choices:
-                text += choice.delta.content or ""
-                for call in choice.delta.tool_calls or ():
-                    own = made.setdefault(call.index, ["", ""])
-                    own[0] += call.function.name or ""
-                    own[1] += call.function.arguments or ""
-        return _heard(text, [(name, orjson.loads(arguments)) for name, arguments in made.values()], usage)
-
-
-def _heard(text: str, calls: list[Call], usage: Any) -> Heard:
-    return Heard(text, calls, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
-
-
-async def _ask_responses(url: str, stream: bool, tools: bool) -> Heard:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk:
-        options: dict[str, Any] = {"tools": [{"type": "function", **TOOL, "strict": False}]} if tools else {}
-        given = {"model": "up-1", "instructions": SYSTEM, "input": QUESTION, "store": False, **options}
-        create: Any = sdk.responses.create
-        if stream:
-            answer = None
-            async for event in await create(stream=True, **given):
-                if event.type == "response.completed":
-                    answer = event.response
-                elif event.type in ("error", "response.failed", "response.incomplete"):
-                    raise RuntimeError(f"the response ended with {event.type}")
-            assert answer is not None
-        else:
-            answer = await create(**given)
-        calls = [(item.name, orjson.loads(item.arguments)) for item in answer.output if item.type == "function_call"]
-        usage = answer.usage
-        cached = usage.input_tokens_details.cached_tokens
-        return Heard(answer.output_text, calls, usage.input_tokens, cached, usage.output_tokens)
-
-
-async def _ask_anthropic(url: str, stream: bool, tools: bool) -> Heard:
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as sdk:
-        tool = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}
-        given: dict[str, Any] = {"model": "up-1", "system": SYSTEM, "max_tokens": 50}
-        given["messages"] = [{"role": "user", "content": QUESTION}]
-        given |= {"tools": [tool]} if tools else {}
-        if stream:
-            async with sdk.messages.stream(**given) as events:
-                answer = await events.get_final_message()
-        else:
-            answer = await sdk.messages.create(**given)
-        text = "".join(block.text for block in answer.content if block.type == "text")
-        calls: list[Call] = [(block.name, dict(block.input)) for block in answer.content if block.type == "tool_use"]
-        usage, cached = answer.usage, answer.usage.cache_read_input_tokens or 0
-        prompt = usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0)
-        return Heard(text, calls, prompt, cached, usage.output_tokens)
-
-
-async def _ask_gemini(url: str, stream: bool, tools: bool) -> Heard:
-    declared = google.FunctionDeclaration(
-        name="get_weather", description="The weather of a place.", parameters_json_schema=TOOL["parameters"]
-    )
-    config = google.GenerateContentConfig(
-        system_instruction=SYSTEM,
-        tools=[google.Tool(function_declarations=[declared])] if tools else None,
-        automatic_function_calling=google.AutomaticFunctionCallingConfig(disable=True),
-    )
-    models = gemini(url).aio.models
-    if stream:
-        parts = [
-            one async for one in await models.generate_content_stream(model="up-1", contents=QUESTION, config=config)
-        ]
-    else:
-        parts = [await models.generate_content(model="up-1", contents=QUESTION, config=config)]
-    text, calls = "", list[Call]()
-    for one in parts:
-        for part in (
-            (one.candidates or [])[0].content.parts or () if one.candidates and one.candidates[0].content else ()
-        ):
-            text += part.text or ""
-            if part.function_call is not None:
-                calls.append((part.function_call.name or "", dict(part.function_call.args or {})))
-    usage = parts[-1].usage_metadata
-    assert usage is not None
-    cached = usage.cached_content_token_count or 0
-    return Heard(text, calls, usage.prompt_token_count or 0, cached, usage.candidates_token_count or 0)

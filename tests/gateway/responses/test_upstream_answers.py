@@ -54,7 +54,7 @@ class Stub:
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
         return True
 
-    def speaks(self, model: str, tenant: str, dialect: str) -> bool:
+    def speaks(self, model: str, tenant: str, dialect: str, path: str) -> bool:
         return True
 
     def models(self, tenant: str) -> Mapping[str, int]:
