@@ -269,14 +269,16 @@ class UpstreamTimeoutError(UpstreamLostError):
 
 
 class UpstreamRefusedError(KvasirError):
-    """What an upstream of another API answered in place of an answer. `status` is its own."""
+    """What an upstream of another API answered in place of an answer. `status` is its own, or the nearest that clients
+    know (upstreams/translation/refusals.py)."""
 
     def __init__(
         self, message: str, status: int, *, code: str | None = None, retry_after_s: float | None = None
     ) -> None:
-        super().__init__(message, code=code, retry_after_s=retry_after_s)
+        usual = {404: "model_not_found", 429: "rate_limit_exceeded", 503: "server_is_overloaded"}
+        super().__init__(message, code=code or usual.get(status), retry_after_s=retry_after_s)
         self.status = status
-        self.type = "invalid_request_error" if status < 500 and status != 429 else "server_error"
+        self.type = "requests" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
 
 
 class EngineFailedError(KvasirError):

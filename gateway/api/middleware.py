@@ -155,7 +155,7 @@ async def _answered(http: web.Request, handler: Handler, record: Record) -> web.
 
 def _refuse(error: KvasirError, record: Record, headers: Mapping[str, str] | None = None) -> web.Response:
     failed(record, error)
-    body = orjson.dumps(record.dialect.error_json(error, record.request_id))
+    body = orjson.dumps(record.dialect.error_json(error, record.shown_id))
     every = {**retry_headers(error), **cache_headers(record.trace.lookup), **(headers or {})}
     return web.Response(status=record.status, body=body, content_type=JSON, headers=every)
 

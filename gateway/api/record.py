@@ -71,6 +71,11 @@ class Record:
         return self.traces[0] if len(self.traces) == 1 else _together(self.traces)
 
     @property
+    def shown_id(self) -> str:
+        """The id that the client gets: that of an upstream which was asked in another API, where it has one."""
+        return next((trace.upstream_id for trace in self.traces if trace.upstream_id), self.request_id)
+
+    @property
     def usage(self) -> Usage | None:
         """What was computed for it, or begun to be; a remembered answer was not. None where an upstream did not report
         it."""
@@ -176,12 +181,16 @@ def elapsed_ms(record: Record) -> float:
 
 def common_headers(record: Record) -> dict[str, str]:
     """What every answer carries, in its dialect."""
-    headers = record.dialect.headers(record.request_id, elapsed_ms(record))
+    headers = record.dialect.headers(record.shown_id, elapsed_ms(record))
+    if record.shown_id != record.request_id:
+        headers[REQUEST_ID] = record.request_id
     if record.cors:
         headers |= record.cors
     if record.ignored.names:
         headers[IGNORED_FIELDS] = record.ignored.header
-    return headers if record.allowance is None else headers | record.dialect.allowance(record.allowance)
+    theirs = next((trace.allowance for trace in record.traces if trace.allowance), None)
+    allowance = theirs or record.allowance
+    return headers if allowance is None else headers | record.dialect.allowance(allowance)
 
 
 def kvasir_headers(record: Record, *, cached: bool = True) -> dict[str, str]:

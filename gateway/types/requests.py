@@ -12,7 +12,7 @@ from engine.protocol import Breakpoint, Lane, Sampling
 from engine.protocol.frozen import dataclass
 from gateway.types.events import Usage
 from gateway.types.prompts import Constraint, Prompt, PromptParam, Thinking, ToolUse
-from gateway.types.tenants import Scope, Tenant
+from gateway.types.tenants import Allowance, Scope, Tenant
 
 Tier = Literal["priority", "default", "flex"]
 """Of the online lane: the order of waiting requests."""
@@ -147,6 +147,8 @@ class Trace:
     storage_token_s: int = 0  # tokens times seconds for which an upstream was told to keep them
     completion_tokens: int = 0
     dropped: tuple[str, ...] = ()  # parameters that the upstream's API has no field for
+    allowance: Allowance | None = None  # that an upstream of another API told, in place of the tenant's own
+    upstream_id: str = ""  # by which it knows the request
     unmetered: bool = False  # an upstream answered without a usage
     paid_tokens: int = 0  # of an answer that was begun for another request: computed after that one had left
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew

@@ -98,6 +98,8 @@ def _message(error: KvasirError) -> str:
         case ContextLengthError():
             room = min(error.context_tokens, error.prompt_tokens) - 1
             return f"prompt is too long: {error.prompt_tokens} tokens > {room} maximum"
+        case KvasirError(param=None, code="context_length_exceeded"):
+            return f"prompt is too long: {error.message}"
         case KvasirError(param=None):
             return error.message
     return f"{dotted(error.param or '')}: {error.message if error.reason is None else error.reason}"

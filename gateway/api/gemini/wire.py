@@ -17,7 +17,7 @@ from aiohttp import web
 
 from gateway.api.dialect import Dialect, printable
 from gateway.api.fields import Check, closed_object, in_url, integer, invalid, made, read_query, table, text, used
-from gateway.errors import BadRequestError, KvasirError, UnauthorizedError
+from gateway.errors import BadRequestError, ContextLengthError, KvasirError, UnauthorizedError
 
 _DURATION: Final = re.compile(r"(-?[0-9]{1,12})(?:\.([0-9]{1,9}))?s")
 _OWN_PATHS: Final = re.compile(
@@ -106,7 +106,11 @@ def error_json(error: KvasirError, request_id: str = "") -> dict[str, Any]:
     """The body of an error answer, and of an error in a stream. The request's id is in a header."""
     status = _status(error)
     name = _STATUS.get(status, "INVALID_ARGUMENT" if status < 500 else "UNKNOWN")
-    status_json: dict[str, Any] = {"code": status, "message": printable(error.message), "status": name}
+    message = error.message
+    if isinstance(error, ContextLengthError):
+        most, asked = error.context_tokens, error.prompt_tokens
+        message = f"The input token count ({asked}) exceeds the maximum number of tokens allowed ({most}). {message}"
+    status_json: dict[str, Any] = {"code": status, "message": printable(message), "status": name}
     if details := _details(error):
         status_json["details"] = details
     return {"error": status_json}

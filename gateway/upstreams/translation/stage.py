@@ -11,20 +11,23 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final
 
 import orjson
 
 from engine.protocol import Hello, Namespace
-from gateway.errors import KvasirError, UnsupportedError, UpstreamLostError, UpstreamRefusedError, UpstreamsAwayError
+from gateway.errors import UnsupportedError, UpstreamLostError, UpstreamRefusedError, UpstreamsAwayError
 from gateway.tasks import off_loop
 from gateway.types import ChatPrompt, Event, Finished, Request, Started, Trace, UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.apis import APIS
 from gateway.upstreams.metering import Events, data_of
 from gateway.upstreams.routes import Route
 from gateway.upstreams.stage import Upstreams
-from gateway.upstreams.translation.base import MAX_ERROR_CHARS, UNLIMITED, AnswerReader, Delta, Form, without
+from gateway.upstreams.translation.base import UNLIMITED, AnswerReader, Delta, Form, without
+from gateway.upstreams.translation.limits import id_of, limits_of
+from gateway.upstreams.translation.refusals import refusal, settled
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +56,13 @@ class Translation:
             begun = False
             try:
                 async with self._upstreams.answer(await self._asked(form, request)) as answer:
+                    trace.allowance = limits_of(answer.headers, datetime.now(UTC))
+                    trace.upstream_id = id_of(answer.headers)
                     if answer.status >= 400:
-                        raise _refusal(answer, await _read(answer))
+                        raise refusal(answer, await _read(answer), request.prompt_param)
                     trace.cached_late = begun = True
                     yield Started(answer.upstream, trace.usage)
-                    read = _Read(answer, form.reader(request))
+                    read = _Read(answer, form.reader(request), request.prompt_param)
                     async for chunk in answer.chunks:
                         for delta in read.feed(chunk):
                             yield delta
@@ -84,8 +89,9 @@ class Translation:
 class _Read:
     """One answer, out of bytes that are cut anywhere. Raises UpstreamLostError for one that is none of its API."""
 
-    def __init__(self, answer: UpstreamAnswer, reader: AnswerReader) -> None:
-        self._upstream, self._reader = answer.upstream, reader
+    def __init__(self, answer: UpstreamAnswer, reader: AnswerReader, param: str) -> None:
+        """`param`: the client's name of the prompt."""
+        self._upstream, self._reader, self._param = answer.upstream, reader, param
         self._events = Events(MAX_ANSWER_BYTES) if _is_stream(answer) else None
         self._whole = bytearray()
 
@@ -119,6 +125,8 @@ class _Read:
             if not isinstance(value, dict):
                 raise TypeError("no object")
             return list(read(value))
+        except UpstreamRefusedError as error:
+            raise settled(error, self._upstream, self._param) from None
         except _ODD as error:
             raise _lost(self._upstream, f"answered in a form that is not known ({type(error).__name__})") from None
 
@@ -198,23 +206,3 @@ def _is_stream(answer: UpstreamAnswer) -> bool:
 
 def _lost(upstream: str, what: str) -> UpstreamLostError:
     return UpstreamLostError(f"Upstream {upstream} {what}.")
-
-
-def _refusal(answer: UpstreamAnswer, body: bytes) -> KvasirError:
-    """The error that an upstream answered: all three APIs have `error.message`; Gemini's may be in a list."""
-    try:
-        value = orjson.loads(body)
-    except ValueError:
-        value = None
-    if isinstance(value, list) and value:
-        value = value[0]
-    error = value.get("error") if isinstance(value, dict) else None
-    said = error.get("message") if isinstance(error, dict) else error
-    message = said if isinstance(said, str) and said else f"it answered HTTP {answer.status} and does not say why"
-    code = error.get("code") if isinstance(error, dict) else None
-    return UpstreamRefusedError(
-        f"Upstream {answer.upstream}: {message[:MAX_ERROR_CHARS]}",
-        answer.status,
-        code=code if isinstance(code, str) else None,
-        retry_after_s=answer.retry_after_s,
-    )

@@ -460,7 +460,7 @@ def test_what_is_no_whole_answer_has_no_reason(answer: Any) -> None:
     ("kind", "status", "ours"),
     [
         ("overloaded_error", 529, "server_error"),
-        ("rate_limit_error", 429, "server_error"),
+        ("rate_limit_error", 429, "requests"),
         ("invalid_request_error", 400, "invalid_request_error"),
         ("new_error", 500, "server_error"),
     ],
