@@ -147,7 +147,7 @@ class Gateway:
             self.hot_prefixes, lambda: self.fleet.replicas, lambda: self.queue.waiting, self.memory.prefix
         )
         self.responses = ResponseStore(self._bytes("responses", settings.stored_responses))
-        prices = Prices(settings.prices, settings.batches.price)
+        prices = self.prices = Prices(settings.prices, settings.batches.price)
         book = MemoryBook() if (calls := self._calls()) is None else RedisBook(calls)
         self.ledger = Ledger(settings.ledger, prices, book, time.time)
         lease_s, calls = settings.limits.lease_s, self._calls()
@@ -211,6 +211,7 @@ class Gateway:
             limits=self.limits,
             engines=lambda: self.registry.engines,
             fleet=self.fleet,
+            cost=self.prices.estimate,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,

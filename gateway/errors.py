@@ -22,6 +22,7 @@ api/ writes these in its own shape.
     |   +-- UpstreamsAwayError     503                          all upstreams of the model: breaker open, or busy
     +-- EngineLostError            502                          after the first byte; before it the pipeline tries again
     +-- UpstreamLostError          502  upstream_failed         no upstream answered, or one stopped in its answer
+    +-- CheckFailedError           502  an alias's check (`cascade`); another target is tried
     +-- UpstreamTimeoutError       504  upstream_timeout        retry: the upstream was too slow
     +-- EngineFailedError          500                          the engine refused or failed this sequence
     |   +-- EnginesDiedError       500                          retry: no, two engines died while they worked on it
@@ -279,6 +280,17 @@ class UpstreamRefusedError(KvasirError):
         super().__init__(message, code=code or usual.get(status), retry_after_s=retry_after_s)
         self.status = status
         self.type = "requests" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+
+
+class CheckFailedError(KvasirError):
+    """An answer that did not pass a check of its alias; `check` names it. Another target always follows."""
+
+    status = 502
+    code = "check_failed"
+
+    def __init__(self, check: str) -> None:
+        super().__init__(f"The answer did not pass the check `{check}`.")
+        self.check = check
 
 
 class EngineFailedError(KvasirError):

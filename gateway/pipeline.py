@@ -32,7 +32,7 @@ from gateway.metering import KeyMisses
 from gateway.receipts import Receipts
 from gateway.sequence import RunningSequence
 from gateway.stages import Engine, Hosted, Index, Prompts, Queue, Registry, Responses
-from gateway.types import Ask, ChatPrompt, EncodedPrompt, Event, Group, Request
+from gateway.types import AnswerCheck, Ask, ChatPrompt, EncodedPrompt, Event, Group, Request
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,8 @@ class Pipeline:
     def answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Started, any number of TextDeltas and CallDeltas, Finished. Raises a KvasirError instead of, or after, any of
         them, also when it is called."""
+        if request.check is not None:
+            return self._checked(request, request.check)
         generate, model = self._answer, self.find_hosted(request.model, request.tenant.name)
         if model is not None and self._hosted is not None:
             generate = self._hosted.answer
@@ -89,6 +91,13 @@ class Pipeline:
             return generate(request)
         # 1. + 7. An answer that was there, or one that will be remembered.
         return self._responses.answer(request, model or self._registry.serving(request.model)[0].hello, generate)
+
+    async def _checked(self, request: Request, check: AnswerCheck) -> AsyncGenerator[Event, None]:
+        """The same, all at once, when the whole answer has passed. Raises CheckFailedError."""
+        async with aclosing(self.answer(check.asked(request))) as events:
+            held = [event async for event in events]
+        for event in check.passed(held, request):
+            yield event
 
     async def _encode(self, request: Request) -> tuple[EncodedPrompt, Hello, bool]:
         """As the first engine of its model renders it, which is how the others do, as a rule: its hello, and whether it

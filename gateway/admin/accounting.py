@@ -36,6 +36,11 @@ class Accounting:
 
     def finished(self, record: Record) -> None:
         """Only what reached an engine counts: who was refused has used nothing."""
+        self._account(record)
+        for model, traces in record.spent:
+            self._account(replace(record, model=model, traces=traces, embedded_tokens=0, total_ms=0.0))
+
+    def _account(self, record: Record) -> None:
         if record.tenant is None or record.model is None:
             return
         model, hits, prompts = record.model, list[Hit](), list[Trace]()

@@ -136,6 +136,7 @@ class Admin:
             "embeddings": sources.embeddings(),
             "ledger": _ledger(sources.ledger),
             "upstreams": sources.upstreams(),
+            "aliases": sources.aliases(),
             "redis": sources.redis(),
             "limits": sources.limits(),
             "response_cache": sources.response_cache(),

@@ -17,6 +17,7 @@ from gateway.admin.scraped import Scraped
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import BOUNDS_S, Counts, Durations, IgnoredFieldCounts
 from gateway.api.record import CLIENT_LEFT, Record, is_final
+from gateway.types import Trace
 
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
@@ -84,6 +85,11 @@ class Metrics:
             "response_cache_answers",
             "Answers by outcome: exact, shared, semantic, miss, bypass.",
             (*tenant_model, "outcome"),
+        )
+        self._routed = self._counts(
+            "alias_requests",
+            "Requests for an alias by the target that was taken last, and why.",
+            ("alias", "target", "reason"),
         )
         self._retries = self._counts("retries", "Times that another engine took over a request.", ("model",))
         self._first_token = self._histogram("first_token", "From arrival to the first token.", TOKEN_SECONDS)
@@ -156,15 +162,20 @@ class Metrics:
         model, tenant = record.model or "unknown", record.tenant or "unknown"
         self._requests.of(record.endpoint, model, tenant, str(record.status)).value += 1
         if record.traces:
-            self._meter(record, model, tenant)
+            self._meter(record.traces, model, tenant)
+            self._duration.of(model).add(record.total_ms / 1e3)
+        for spent in record.spent:
+            self._meter(spent.traces, spent.model or "unknown", tenant)
+        if (target := record.target) is not None:
+            self._routed.of(target.alias, target.model, target.reason).value += 1
         if record.ignored.names:
             self._ignored.add(record.ignored.names)
         if record.embedded_tokens:
             self._embedded.of(model, tenant).value += record.embedded_tokens
             self._duration.of(model).add(record.total_ms / 1e3)
 
-    def _meter(self, record: Record, model: str, tenant: str) -> None:
-        for trace in record.traces:
+    def _meter(self, traces: Sequence[Trace], model: str, tenant: str) -> None:
+        for trace in traces:
             if trace.lookup is not None:
                 self._lookups.of(model, tenant, trace.lookup.outcome).value += 1
             if trace.hit is not None:  # no engine worked, and its figures would look as if one had
@@ -183,7 +194,6 @@ class Metrics:
                 self._first_token.of(model).add(trace.first_token_ms / 1e3)
                 self._queue.of(model).add(trace.queue_ms / 1e3)
                 self._overhead.of(model).add(trace.overhead_ms / 1e3)
-        self._duration.of(model).add(record.total_ms / 1e3)
 
     def _counts(self, name: str, text: str, labels: Sequence[str]) -> Counts:
         counts = Counts(f"kvasir_{name}", text, labels)

@@ -84,6 +84,7 @@ class Sources:
     cold        why too few of them are there to call the gateway ready; None when enough are
     draining    whether the server is ending and wants no new requests
     workers     how many processes of this gateway run, and were started again; empty without any but this
+    aliases     policy, and what is known of each target, by alias
     total       the snapshot (admin/sums.py) of all workers together, given that of this process; None without others.
                 Raises OverloadedError when it is not to be had
     """
@@ -108,6 +109,7 @@ class Sources:
     workers: Callable[[], Mapping[str, int]] = dict
     warming: Callable[[], Mapping[str, Any]] = dict
     cold: Callable[[], str | None] = lambda: None
+    aliases: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
     total: Total = no_others
 
     def all_joined(self) -> bool:

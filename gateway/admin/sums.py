@@ -46,6 +46,7 @@ _SHARED: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     "queues/*/overload/*/share": max,
     "batches/paused_models": max,
     "batches/open_jobs": max,
+    **{f"aliases/*/targets/*/{name}": max for name in ("up", "first_token_ms", "whole_answer_ms")},
     "upstreams/*/breaker": lambda one, other: max(one, other, key=_BREAKER.index),
     "response_cache/semantic/spaces": lambda one, other: _added_spaces(one, other),
 }
@@ -61,6 +62,7 @@ receipts/*/over_tokens receipts/*/distrusted replicas/*/requests replicas/*/fail
 replicas/*/warmed_tokens
 {" ".join(f"replicas/*/index/{name}" for name in REPLICA_COUNTERS)}
 queues/*/admitted queues/*/refused queues/*/expired queues/*/abandoned
+aliases/*/targets/*/requests
 upstreams/*/requests upstreams/*/unmetered upstreams/*/hints upstreams/*/errors
 upstreams/*/cached_contents
 responses malformed lost_lines limits/tenants/*/refused redis/outages redis/unreadable
@@ -86,6 +88,7 @@ def snapshot(sources: Sources, metrics: Metrics, uptime_s: float) -> Snapshot:
         "prompts": dict(sources.prompts()),
         "embeddings": dict(sources.embeddings()),
         "upstreams": dict(sources.upstreams()),
+        "aliases": dict(sources.aliases()),
         "responses": dict(sources.responses()),
         "ledger": {
             "totals": {row: dict(figures) for row, figures in ledger.totals.items()},
@@ -147,7 +150,7 @@ def merged(sources: Sources, tree: Snapshot) -> tuple[Sources, Metrics]:
 
 
 _PLAIN: Final = (
-    *("prompts", "embeddings", "upstreams", "responses", "limits", "redis", "response_cache", "batches"),
+    *("prompts", "embeddings", "upstreams", "aliases", "responses", "limits", "redis", "response_cache", "batches"),
     *("lost_lines", "malformed", "workers"),
 )
 

@@ -1,4 +1,4 @@
-"""Other names of models: what a client asks for, and the model that answers. Pure.
+"""Other names of models: what a client asks for, and the alias with the models that may answer. Pure.
 
 An exact name wins over patterns; of these the first one in the settings that matches. A target is the own name of a
 model, no further alias.
@@ -6,7 +6,7 @@ model, no further alias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Final
@@ -24,17 +24,25 @@ class Aliases:
         self._settings = sorted(settings, key=lambda one: one.is_pattern)  # stable
         self._found = lru_cache(4096)(self._find)
 
-    def target(self, name: str, tenant: str) -> str:
-        """The model that is meant; the name itself where it is no alias for the tenant."""
-        return self._found(name, tenant) if self._settings and len(name) <= MAX_NAME_CHARS else name
+    def __iter__(self) -> Iterator[AliasSettings]:
+        return iter(self._settings)
 
-    def listed(self, tenant: str) -> dict[str, str]:
+    def find(self, name: str, tenant: str) -> AliasSettings | None:
+        """None where the name is no alias for the tenant."""
+        return self._found(name, tenant) if self._settings and len(name) <= MAX_NAME_CHARS else None
+
+    def models(self, name: str, tenant: str) -> tuple[str, ...]:
+        """Of the targets of an alias; the name itself where it is none."""
+        alias = self.find(name, tenant)
+        return (name,) if alias is None else tuple(target.model for target in alias.models)
+
+    def listed(self, tenant: str) -> dict[str, tuple[str, ...]]:
         """Exact aliases -> targets."""
-        return {one.name: one.target for one in self._settings if not one.is_pattern and _may(one, tenant)}
+        exact = (one for one in self._settings if not one.is_pattern and _may(one, tenant))
+        return {one.name: tuple(target.model for target in one.models) for one in exact}
 
-    def _find(self, name: str, tenant: str) -> str:
-        found = (one.target for one in self._settings if _may(one, tenant) and fnmatchcase(name, one.name))
-        return next(found, name)
+    def _find(self, name: str, tenant: str) -> AliasSettings | None:
+        return next((one for one in self._settings if _may(one, tenant) and fnmatchcase(name, one.name)), None)
 
 
 def _may(alias: AliasSettings, tenant: str) -> bool:

@@ -131,14 +131,16 @@ class Answering:
         `noted`, if it may be sent again."""
         http[RECORD].stream = True
         call, model = generation.call, generation.model
+        requests = await self.begun(http[RECORD], http[TENANT], call, model)
+        is_held = requests[0].check is not None  # a ping would be the first byte
         return await stream(
             http,
             self.pipeline,
-            await self.begun(http[RECORD], http[TENANT], call, model),
+            requests,
             generation,
             self._echo(call, model),
             media_type=media_type,
-            first_byte_s=self.server.first_byte_s,
+            first_byte_s=0.0 if is_held else self.server.first_byte_s,
             noted=noted,
         )
 
@@ -206,6 +208,7 @@ class Answering:
                 work=work,
                 stream=call.stream,
                 reuse=reuse,
+                check=None if record.target is None else record.target.check,
             )
             for prompt, work in [(prompt, max(record.work, work_of_prompt(prompt))) for prompt in settle(call, model)]
             for number, group, sampling in call.choices.samplings(call.sampling)

@@ -24,6 +24,7 @@ from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
 from gateway.api.passthrough import Headers, Passthrough, Upstreams, may_keep
 from gateway.api.record import Observer, Record, failed, known_error
+from gateway.api.router import Router
 from gateway.api.stream import Generation
 from gateway.api.structure import work_of_json
 from gateway.api.tenants import Namespaces
@@ -183,6 +184,7 @@ class BatchRunner:
     upstreams: Upstreams
     namespaces: Namespaces
     refuses_unknown: Callable[[str], bool]
+    router: Router
 
     def check(self, job: Job, rows: BinaryIO) -> Checked:
         return self.formats[job.dialect].check(job, rows)
@@ -313,7 +315,9 @@ class BatchRunner:
         endpoint, body = rows.request(job, row)
         tenant, headers = Tenant(job.tenant), rows.headers(job)
         if isinstance(asked := body.get("model"), str):
-            body["model"] = self.passthrough.aliases.target(asked, tenant.name)
+            asks = self.endpoints[endpoint]
+            name, translated = asks.dialect.name, asks.chats
+            body["model"] = self.router.line_target(asked, tenant, name, asks.path, translated=translated)
         return LineRequest(endpoint, tenant, body, job.namespace or "", request_id, headers, num_bytes, work)
 
     def _record(self, line: LineRequest) -> Record:

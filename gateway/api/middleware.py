@@ -186,13 +186,15 @@ def _log(record: Record) -> None:
 def _fields(record: Record) -> Fields:
     """Of the request's line."""
     trace = record.trace
-    lease, lookup = trace.lease, trace.lookup
+    lease, lookup, target = trace.lease, trace.lookup, record.target
     return Fields(
         request_id=record.request_id,
         tenant=record.tenant,
         endpoint=record.endpoint,
         model=record.model,
         engine=trace.engine,
+        alias=target and target.alias,
+        route=target and f"{target.policy}:{target.reason}",
         lane=record.lane if record.traces else "",
         stream=int(record.stream),
         prompt_tokens=trace.prompt_tokens,

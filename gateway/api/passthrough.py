@@ -23,6 +23,7 @@ from gateway.api.aliases import Aliases
 from gateway.api.body import RAW
 from gateway.api.cache_control import check_cache, from_body, stricter
 from gateway.api.dialect import SSE
+from gateway.api.fallback import judged
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.record import (
     CLIENT_LEFT,
@@ -92,6 +93,10 @@ class Upstreams(Protocol):
         """Those that can be named -> Unix second since when they are served."""
         ...
 
+    def reachable(self, model: str, tenant: str) -> Mapping[str, bool]:
+        """Its upstreams, by name -> whether they can be asked now, as far as is known."""
+        ...
+
     def answer(self, request: UpstreamRequest) -> AbstractAsyncContextManager[UpstreamAnswer]:
         """Entering it returns with the first byte, and raises a KvasirError when no upstream answered; leaving it ends
         what is left of the answer."""
@@ -117,9 +122,9 @@ class Passthrough:
         ours = self.registry.models()
         theirs = self.upstreams.models(record.tenant or "")
         known = {**ours, **{name: since for name, since in theirs.items() if name not in ours}}
-        for name, target in self.aliases.listed(record.tenant or "").items():
-            if target in known:
-                known.setdefault(name, known[target])
+        for name, targets in self.aliases.listed(record.tenant or "").items():
+            if served := [known[target] for target in targets if target in known]:
+                known.setdefault(name, served[0])
         return known
 
     def serves(self, model: str, tenant: Tenant) -> bool:
@@ -128,6 +133,11 @@ class Passthrough:
             return False  # and what our engines serve is not looked up
         ours = model in self.registry.models() or model in self.embedding_models
         return not ours or self.upstreams.serves(model, tenant.name, ours=True)
+
+    @property
+    def timeout_s(self) -> float:
+        """For an answer."""
+        return self.server.request_timeout_s
 
     async def kept(self, http: web.Request, tenant: Tenant, upstream: str, path: str) -> web.StreamResponse:
         """The upstream's answer about a response that it keeps. Raises only while nothing was sent."""
@@ -174,7 +184,9 @@ class Passthrough:
         if not isinstance(model, str) or not self.serves(model, tenant):
             return None
         record = http[RECORD]
-        if translated and not self.upstreams.speaks(model, tenant.name, dialect, record.endpoint):
+        target = record.target
+        is_read = target is not None and target.check is not None and target.check.reads_logprobs
+        if translated and (is_read or not self.upstreams.speaks(model, tenant.name, dialect, record.endpoint)):
             return None
         build = partial(
             self.request,
@@ -199,6 +211,8 @@ class Passthrough:
         record.traces = [request.trace]
         async with self.upstreams.answer(request) as answer:
             record.model = answer.label
+            if target is not None and target.has_others:
+                answer = await judged(answer, target)
             keep = find_keeper(http)
             chunks: list[bytes] | None = None if keep is None else []
             response = await _pass_back(http, answer, request.deadline_s, chunks)

@@ -2,7 +2,7 @@
 
     admit   the tenant, and the request's headers
     resend  the answer to this very request, sent again (resend.py)
-    read    its JSON body, within the limits (body.py), with the model that an alias stands for
+    read    its JSON body, within the limits (body.py); for an alias the next steps are tried per target (router.py)
     pass    the answer of the upstream that serves its model (passthrough.py)
     check   what its dialect wants of every request that is answered here
 
@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
-from gateway.api.aliases import Aliases
-from gateway.api.body import RAW, read_json, read_raw
+from gateway.api.body import read_json, read_raw
 from gateway.api.cache_control import from_headers
 from gateway.api.dialect import Handler, Route
 from gateway.api.gemini.request import model_name
@@ -26,11 +24,10 @@ from gateway.api.middleware import DIALECTS, dialect_of
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import ADMIN_KEY, BODY, RECORD, TENANT
 from gateway.api.resend import ResendCache
+from gateway.api.router import Router
 from gateway.api.tenants import NAMESPACE_HEADER, Auth
 from gateway.config import ServerSettings
-from gateway.digests import dump
 from gateway.limits.limits import TenantLimits
-from gateway.tasks import off_loop
 from gateway.types import Allowance, Tenant
 
 
@@ -43,7 +40,7 @@ class Prologue:
     limits: TenantLimits
     resends: ResendCache
     passthrough: Passthrough
-    aliases: Aliases
+    router: Router
     refuses_unknown: Callable[[str], bool]
 
     def handlers(self, routes: Mapping[str, Iterable[Route]]) -> dict[tuple[str, str], Handler]:
@@ -58,7 +55,7 @@ class Prologue:
 
     def _before(self, dialect: str, route: Route, check: Callable[[web.Request], object] | None) -> Handler:
         """The route's handler, behind the steps of its row."""
-        resends, reads, passes = route.resends, route.reads, route.passes
+        resends, reads, rest = route.resends, route.reads, self._rest(dialect, route, check)
 
         async def handler(http: web.Request) -> web.StreamResponse:
             if route.continues is not None and route.continues in http.query:
@@ -73,39 +70,34 @@ class Prologue:
                     sent = await read_raw(http, self.server)
                     if (known := await self.resends.answer(http, tenant, sent)) is not None:
                         return known
-            # 3. Read.
+            # 3. Read, and find the targets of an alias.
             if reads:
-                body = http[BODY] = await read_json(http, self.server)
-                if route.key == "tenant":
-                    await self._rename(http, body)
-                # 4. Pass through.
-                if passes is not None:
-                    model = model_name(http.match_info["model"]) if "model" in http.match_info else body.get("model")
-                    how = {"metered": passes != "counted", "translated": passes == "translated"}
-                    passing = self.passthrough.answer(http, tenant, dialect, model, body, **how)
-                    if (answer := await passing) is not None:
-                        return answer
+                http[BODY] = await read_json(http, self.server)
+                if route.key == "tenant" and (alias := self.router.find(http)) is not None:
+                    return await self.router.answer(http, alias, lambda: rest(http), generates=route.passes is not None)
+            return await rest(http)
+
+        return handler
+
+    def _rest(self, dialect: str, route: Route, check: Callable[[web.Request], object] | None) -> Handler:
+        """The steps behind reading, once for each target of an alias."""
+        passes = route.passes if route.reads else None
+
+        async def handler(http: web.Request) -> web.StreamResponse:
+            # 4. Pass through.
+            if passes is not None:
+                body = http[BODY]
+                model = model_name(http.match_info["model"]) if "model" in http.match_info else body.get("model")
+                how = {"metered": passes != "counted", "translated": passes == "translated"}
+                passing = self.passthrough.answer(http, http[TENANT], dialect, model, body, **how)
+                if (answer := await passing) is not None:
+                    return answer
             # 5. Check.
             if check is not None:
                 check(http)
             return await route.handler(http)
 
         return handler
-
-    async def _rename(self, http: web.Request, body: dict[str, Any]) -> None:
-        """Puts the model that is meant in the place of an alias."""
-        in_path = "model" in http.match_info
-        asked = http.match_info["model"] if in_path else body.get("model")
-        if not isinstance(asked, str):
-            return
-        name = asked.removeprefix("models/")
-        if (target := self.aliases.target(name, http[TENANT].name)) == name:
-            return
-        if in_path:
-            http.match_info["model"] = target
-            return
-        body["model"] = target
-        http[RAW] = await off_loop(http[RECORD].work, lambda: dump(body))
 
     def admit(self, http: web.Request) -> Tenant:
         """The tenant of a request. Raises UnauthorizedError, ForbiddenError for an admin key, and BadRequestError for a

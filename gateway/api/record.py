@@ -9,7 +9,8 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -22,9 +23,15 @@ from gateway.errors import KvasirError
 from gateway.limits.limits import Hold
 from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage
 
+if TYPE_CHECKING:
+    from gateway.api.checks import Check
+
 log = logging.getLogger(__name__)
 
 _SAYS = {"miss": 0, "bypass": 1, "semantic": 2, "shared": 3, "exact": 4}
+
+_SAFE = " !#$%&'()*+,/:;<=>?@[]^_`{|}~"
+"""Characters of a header that are no letters."""
 
 _SANE_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]-]{0,79}")
 
@@ -34,6 +41,35 @@ REQUEST_ID = "x-kvasir-request-id"
 OVERHEAD_MS = "x-kvasir-overhead-ms"
 
 CLIENT_LEFT = 499  # nginx's number for a client that closed the connection before its answer was complete
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTarget:
+    """Which of the targets of an alias has a request.
+
+    alias       its name in the settings
+    reason      a word
+    begun_ms    from the request's arrival until this target was tried
+    is_only     the alias has no others
+    has_others  another one is tried if this one fails before the first byte
+    check       of an answer, before the client gets any of it
+    """
+
+    alias: str
+    policy: str
+    model: str
+    reason: str
+    begun_ms: float = 0.0
+    is_only: bool = False
+    has_others: bool = False
+    check: Check | None = None
+
+
+class Spent(NamedTuple):
+    """What a target has used that did not answer in the end. `model` as in Record."""
+
+    model: str | None
+    traces: list[Trace]
 
 
 @dataclass(slots=True)
@@ -51,6 +87,8 @@ class Record:
     tier: Tier = "default"  # of its requests
     reuse: Reuse = PLAIN_REUSE  # what its headers say of the response cache
     model: str | None = None
+    target: ChosenTarget | None = None  # of an alias
+    spent: list[Spent] = field(default_factory=list)  # by targets before it
     cors: Mapping[str, str] = field(default_factory=dict)  # headers for browsers
     allowance: Allowance | None = None  # what the tenant may still send, when it asked
     hold: Hold | None = None  # of a tenant with limits, once the request was let in
@@ -79,12 +117,13 @@ class Record:
     def usage(self) -> Usage | None:
         """What was computed for it, or begun to be; a remembered answer was not. None where an upstream did not report
         it."""
-        if any(trace.unmetered for trace in self.traces):
+        traces = [*self.traces, *(trace for spent in self.spent for trace in spent.traces)]
+        if any(trace.unmetered for trace in traces):
             return None
-        begun = [trace for trace in self.traces if trace.engine is not None and trace.hit is None]
+        begun = [trace for trace in traces if trace.engine is not None and trace.hit is None]
         return Usage(
             sum(trace.prompt_tokens for trace in begun) + self.embedded_tokens,
-            sum(trace.completion_tokens for trace in begun) + sum(trace.paid_tokens for trace in self.traces),
+            sum(trace.completion_tokens for trace in begun) + sum(trace.paid_tokens for trace in traces),
             sum(trace.cached_tokens for trace in begun),
         )
 
@@ -186,6 +225,9 @@ def common_headers(record: Record) -> dict[str, str]:
         headers[REQUEST_ID] = record.request_id
     if record.cors:
         headers |= record.cors
+    if (target := record.target) is not None:
+        headers["x-kvasir-target"] = quote(target.model, safe=_SAFE)
+        headers["x-kvasir-route"] = f"{target.policy}; reason={target.reason}"
     if record.ignored.names:
         headers[IGNORED_FIELDS] = record.ignored.header
     theirs = next((trace.allowance for trace in record.traces if trace.allowance), None)

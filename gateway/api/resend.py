@@ -107,8 +107,10 @@ _KEEP: web.RequestKey[partial[None]] = web.RequestKey("keep", partial)
 
 def find_keeper(http: web.Request) -> Callable[[Rendered], None] | None:
     """A function that keeps the answer of a request, to be called once all of it is sent. None for one that may not be
-    sent again: it is not one answer which the response cache had in memory."""
-    traces = http[RECORD].traces
+    sent again: it is not one answer which the response cache had in memory, or another target may be the next."""
+    traces, target = http[RECORD].traces, http[RECORD].target
+    if target is not None and not target.is_only:
+        return None
     return http.get(_KEEP) if len(traces) == 1 and traces[0].repeat is not None else None
 
 
@@ -148,6 +150,7 @@ class ResendCache:
         if key in self._entries:
             self._entries.move_to_end(key)
         record.model, record.stream, record.ignored = first.model, first.stream, first.ignored
+        record.target = first.target
         passed_ms = elapsed_ms(record)
         record.traces = [_again(trace, lookup, passed_ms)]
         new = entry.parts[0] if rendered.stamp is None else rendered.stamp.make().join(entry.parts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from aiohttp import web
@@ -57,6 +58,7 @@ from gateway.api.passthrough import Passthrough, Upstreams
 from gateway.api.prologue import Prologue
 from gateway.api.record import Observers
 from gateway.api.resend import ResendCache
+from gateway.api.router import Router
 from gateway.api.tenants import Auth, Namespaces
 from gateway.api.unknown_fields import refusing
 from gateway.api.warming import Claims, Warming, warm_targets
@@ -68,7 +70,7 @@ from gateway.queues.batch.store import BatchStore
 from gateway.responses.entries import Answers
 from gateway.stages import Prompts, Registry
 from gateway.storage.byte_store import ByteStore
-from gateway.types import Replay
+from gateway.types import ANONYMOUS, Replay
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
 """What an application answers, by the name of the dialect; the gateway's own routes are under openapi.OWN."""
@@ -112,6 +114,7 @@ def build_app(
     engines: Callable[[], Sequence[Engine]],
     fleet: Fleet,
     sources: Sources,
+    cost: Callable[[str, int, int], int | None],
     claims: Claims | None = None,
 ) -> web.Application:
     """The application, ready for `app_runner`.
@@ -127,21 +130,25 @@ def build_app(
     answers        what the response cache remembers, for /admin/cache
     engines        all that are known, for a purge of their blocks
     fleet          of /admin/replicas
+    cost           of so many tokens of prompt and answer of a model, for aliases
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
     claims         of prompts that one gateway of several has cached by an upstream
     Raises ConfigError for prompts of [[warm]] that cannot be used.
     """
     server, batches = settings.server, settings.batches
     keys = Auth(settings.auth, settings.tenants)
-    metrics = Metrics(sources)
-    admin = Admin(sources, metrics)
-    observer = Observers(metrics, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
     named = Namespaces(settings.namespaces, settings.tenants, settings.prompt.cache_key)
     aliases = Aliases(settings.aliases)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses, aliases)
+    tenants = [tenant.name for tenant in settings.tenants] or [ANONYMOUS]
+    router = Router(aliases, passthrough, tenants, cost=cost, replays=REPLAYS)
+    sources = replace(sources, aliases=router.figures)
+    metrics = Metrics(sources)
+    admin = Admin(sources, metrics)
+    observer = Observers(metrics, router, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
     refuses_unknown = refusing(settings.api, settings.tenants)
     resends = ResendCache(_resend_bytes(settings), models, passthrough.serves, limits)
-    prologue = Prologue(server, keys, limits, resends, passthrough, aliases, refuses_unknown)
+    prologue = Prologue(server, keys, limits, resends, passthrough, router, refuses_unknown)
     answering = Answering(
         server,
         named,
@@ -208,6 +215,7 @@ def build_app(
         upstreams,
         named,
         refuses_unknown,
+        router,
     )
     app[WARMING] = Warming(server, warm_targets(settings, answering, aliases), answering, observer, claims)
     app.cleanup_ctx.append(LoopLag(metrics.lag, metrics.own_lag).running)

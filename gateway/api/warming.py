@@ -328,8 +328,8 @@ def warm_targets(settings: Settings, answering: Answering, aliases: Aliases) -> 
                 salt = answering.namespaces.scope(entry.namespace or "", tenant, key=call.cache_key).salt
             except ForbiddenError:
                 continue
-            model = aliases.target(entry.model, tenant.name)
-            found.setdefault((model, salt), Target(source, entry, tenant, replace(call, model=model)))
+            for model in aliases.models(entry.model, tenant.name):
+                found.setdefault((model, salt), Target(source, entry, tenant, replace(call, model=model)))
         if not found:
             raise ConfigError(f"{source}: none of its tenants may use the namespace {entry.namespace!r}")
         targets += found.values()

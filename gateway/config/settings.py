@@ -29,6 +29,7 @@ from gateway.config.tenants import (
     NamespaceSettings,
     PriceSettings,
     TenantSettings,
+    price_of,
 )
 from gateway.config.units import duration_s
 from gateway.config.upstreams import AliasSettings, UpstreamSettings
@@ -133,6 +134,16 @@ class Settings(BaseModel):
         for section, name, tenants in used:
             if missing := set(tenants) - known - {ALL_TENANTS}:
                 raise ValueError(f"{section}: {name!r} is for {min(missing)!r}, which is no tenant")
+        return self
+
+    @model_validator(mode="after")
+    def _costs_can_be_compared(self) -> Settings:
+        for alias in self.aliases:
+            if alias.policy == "cheapest":
+                prices = [price_of(self.prices, target.model) for target in alias.targets]
+                if len(currencies := {price.currency for price in prices if price is not None}) > 1:
+                    several = ", ".join(sorted(currencies))
+                    raise ValueError(f"aliases: the targets of {alias.name!r} have prices in {several}")
         return self
 
     @model_validator(mode="after")

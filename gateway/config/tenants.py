@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import Decimal
+from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -134,3 +136,10 @@ class PriceSettings(Section):
     """The same for single times to live, as in `{ 1h = 6.0 }`."""
     storage: Money = Decimal(0)
     """A million tokens kept in a cache of an upstream for an hour."""
+
+
+def price_of(prices: Sequence[PriceSettings], model: str) -> PriceSettings | None:
+    """Of [[prices]] that of a model: its own name first, then the patterns in their order."""
+    matching = [price for price in prices if fnmatchcase(model, price.model)]
+    own = (price for price in prices if price.model == model)
+    return next(own, matching[0] if matching else None)

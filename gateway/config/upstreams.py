@@ -51,19 +51,97 @@ def served_model(written: str) -> ServedModel:
     return ServedModel(served, upstream or None)
 
 
+class TargetSettings(Section):
+    """One of the `targets` of an alias. A request that it does not take goes to one that does."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    """The model that answers."""
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Share of the conversations, under `weighted` and `affinity`."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Tokens of a prompt, as estimated from its bytes; no limit when not set."""
+    tools: bool = True
+    """Whether it gets requests with tools."""
+    images: bool = True
+    """Whether it gets requests with images."""
+
+    @property
+    def is_limited(self) -> bool:
+        return self.max_prompt_tokens is not None or not self.tools or not self.images
+
+
+Policy = Literal["first", "cheapest", "fastest", "weighted", "affinity", "size", "cascade"]
+CheckName = Literal["schema", "refusal", "logprob"]
+
+
 class AliasSettings(Section):
-    """[[aliases]]: another name of a model, for clients that cannot be told which one to ask for."""
+    """[[aliases]]: another name of a model or of several, for clients that cannot be told which one to ask for."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     """What clients ask for, or a pattern with `*` and `?`: `claude-*`."""
-    target: Annotated[str, Field(min_length=1, max_length=256)]
+    target: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """The model that answers, of an engine, a replica or an upstream of any API."""
+    targets: tuple[TargetSettings, ...] = ()
+    """Several in its place: names, or tables (`model`, `weight`, `max_prompt_tokens`, `tools`, `images`)."""
+    policy: Policy = "first"
+    """Which of the targets is tried first; see [other names](translation.md#other-names)."""
+    checks: tuple[CheckName, ...] = ()
+    """What an answer has to pass under `cascade`: `schema`, `refusal`, `logprob`."""
+    min_mean_logprob: Annotated[float, Field(le=0)] | None = None
+    """Mean log probability of its tokens that passes `logprob`."""
+    sticky_s: PositiveFloat = 300.0
+    """Seconds that a conversation of `affinity` stays where it went while its target was down."""
     tenants: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_TENANTS,)
     """Names of the tenants that it is for, or `*` for every tenant."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _names_are_tables(cls, targets: object) -> object:
+        if not isinstance(targets, list | tuple):
+            return targets
+        return tuple({"model": one} if isinstance(one, str) else one for one in targets)
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> Self:
+        if (self.target is None) == (not self.targets):
+            both = "`target` and `targets` exclude each other" if self.targets else "it needs a `target`, or `targets`"
+            raise ValueError(f"alias {self.name!r}: {both}")
+        models = [one.model for one in self.models]
+        if self.name in models:
+            raise ValueError(f"alias {self.name!r} names itself as a target")
+        if twice := {model for model in models if models.count(model) > 1}:
+            raise ValueError(f"alias {self.name!r}: the target {min(twice)!r} is there twice")
+        if self.target is not None and self.policy != "first":
+            raise ValueError(f"alias {self.name!r}: `policy` is for `targets`")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_policy(self) -> Self:
+        weighted = any("weight" in one.model_fields_set for one in self.targets)
+        wrong = {
+            "`checks` are for the policy `cascade`": self.checks and self.policy != "cascade",
+            "the policy `cascade` needs `checks`": self.policy == "cascade" and not self.checks,
+            "`min_mean_logprob` and the check `logprob` need each other": (self.min_mean_logprob is None)
+            == ("logprob" in self.checks),
+            "`weight` is for the policies `weighted` and `affinity`": weighted
+            and self.policy not in ("weighted", "affinity"),
+            "the policy `size` needs a target with `max_prompt_tokens`, `tools` or `images`": self.policy == "size"
+            and not any(one.is_limited for one in self.targets),
+            "`sticky_s` is for the policy `affinity`": "sticky_s" in self.model_fields_set
+            and self.policy != "affinity",
+        }
+        if why := next((why for why, is_wrong in wrong.items() if is_wrong), None):
+            raise ValueError(f"alias {self.name!r}: {why}")
+        return self
 
     @property
     def is_pattern(self) -> bool:
         return not WILD.isdisjoint(self.name)
+
+    @property
+    def models(self) -> tuple[TargetSettings, ...]:
+        """Its targets, one or several."""
+        return self.targets if self.target is None else (TargetSettings(model=self.target),)
 
 
 class UpstreamSettings(Section):

@@ -92,6 +92,12 @@ class Prices:
         self._tariffs = {price.model: Tariff.of(price, batch) for price in prices}
         self.of = lru_cache(MEMO)(self._find)
 
+    def estimate(self, model: str, prompt_tokens: int, completion_tokens: int) -> int | None:
+        """What so many tokens cost, in rates, to be compared with those of others; None without a price."""
+        if (tariff := self.of(model)) is None:
+            return None
+        return prompt_tokens * tariff.input + completion_tokens * tariff.output
+
     def _find(self, model: str) -> Tariff | None:
         if (own := self._tariffs.get(model)) is not None:
             return own

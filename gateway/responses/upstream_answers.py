@@ -50,6 +50,8 @@ class Upstreams(Protocol):
 
     def models(self, tenant: str) -> Mapping[str, int]: ...
 
+    def reachable(self, model: str, tenant: str) -> Mapping[str, bool]: ...
+
     def answer(self, request: UpstreamRequest) -> AbstractAsyncContextManager[UpstreamAnswer]: ...
 
     def route_text(self, model: str, tenant: str) -> str:
@@ -192,7 +194,7 @@ class RememberedUpstreams:
         self._replays = replays
         self._cache = cache
         self.serves, self.speaks = upstreams.serves, upstreams.speaks
-        self.models = upstreams.models
+        self.models, self.reachable = upstreams.models, upstreams.reachable
 
     @asynccontextmanager
     async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:

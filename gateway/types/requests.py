@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from engine.protocol import Breakpoint, Lane, Sampling
 from engine.protocol.frozen import dataclass
-from gateway.types.events import Usage
+from gateway.types.events import Event, Usage
 from gateway.types.prompts import Constraint, Prompt, PromptParam, Thinking, ToolUse
 from gateway.types.tenants import Allowance, Scope, Tenant
 
@@ -77,6 +77,18 @@ class Reuse:
 
 
 PLAIN_REUSE = Reuse()
+
+
+class AnswerCheck(Protocol):
+    """Looks at a whole answer before its client gets any of it."""
+
+    def asked(self, request: Request) -> Request:
+        """The request with all that the check has to see, and without the check."""
+        ...
+
+    def passed(self, events: Sequence[Event], request: Request) -> Sequence[Event]:
+        """The answer to `asked(request)` as the request itself wants it. Raises CheckFailedError."""
+        ...
 
 
 Outcome = Literal["exact", "shared", "semantic", "miss", "bypass"]
@@ -218,6 +230,7 @@ class Request:
     work: int = 0  # that it is to render and hash its prompt (tasks.work_of)
     stream: bool = False  # the client gets chunks as they come; else chunks may have any size
     reuse: Reuse = PLAIN_REUSE
+    check: AnswerCheck | None = None  # the answer is held back until it has passed
     trace: Trace = field(default_factory=Trace)
 
     @property

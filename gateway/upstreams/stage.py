@@ -108,6 +108,11 @@ class Upstreams:
         """Whether an upstream of the model has the path of a dialect, so that nothing has to be translated."""
         return any(route.speaks(dialect, path) for route in self._routes.find(model, tenant))
 
+    def reachable(self, model: str, tenant: str) -> Mapping[str, bool]:
+        """Its upstreams, by name -> whether they can be asked now, as far as is known."""
+        routes = self._routes.find(model, tenant)
+        return {route.upstream: not self._by_name[route.upstream].breaker.wait_s() for route in routes}
+
     def models(self, tenant: str) -> Mapping[str, int]:
         """Those that can be named -> Unix second since when they are served."""
         listed = {name: upstream.models for name, upstream in self._by_name.items()}

@@ -248,6 +248,7 @@ def make_app(
         answers=given.answers,
         engines=lambda: given.engines,
         fleet=given.fleet or no_fleet(),
+        cost=Prices(given.prices, 1.0).estimate,
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],

@@ -60,6 +60,9 @@ class Stub:
     def models(self, tenant: str) -> Mapping[str, int]:
         return {"m": 0}
 
+    def reachable(self, model: str, tenant: str) -> Mapping[str, bool]:
+        return {"up": True}
+
     def route_text(self, model: str, tenant: str) -> str:
         return "up m"
 
