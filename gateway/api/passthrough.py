@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, Protocol
 from urllib.parse import unquote_plus
 
@@ -70,6 +70,8 @@ _KEYS: Final = frozenset(("key", "api_key", "access_token", "$key"))
 
 _LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens", "maxOutputTokens")
 """Names of the limit on an answer's tokens."""
+
+_ANSWERS: Final = ("n", "candidateCount")
 
 _IN_CONTAINERS: Final = ("code_interpreter", "code_execution", "shell")
 """Beginnings of the types of tools that may run at an upstream, in a container."""
@@ -260,11 +262,10 @@ async def _pass_back(
     """Each write waits until the client has room for it, and so does reading from the upstream. The written chunks are
     added to `chunks`."""
     record = http[RECORD]
-    theirs = dict(_lower(answer.headers))
-    record.stream = SSE in theirs.get("content-type", "")
     headers = _reply_headers(record, answer)
-    is_short = not record.stream and int(theirs.get("content-length", MAX_AT_ONCE)) < MAX_AT_ONCE
-    response = web.StreamResponse(status=answer.status, headers=headers)
+    record.stream = SSE in headers.get("Content-Type", "")
+    is_short = not record.stream and int(headers.get("Content-Length", MAX_AT_ONCE)) < MAX_AT_ONCE
+    response: web.StreamResponse | None = None
     try:
         async with asyncio.timeout(deadline_s - time.monotonic()) as scope:
             with no_panic():
@@ -273,22 +274,25 @@ async def _pass_back(
                     if chunks is not None:
                         chunks.append(body)
                     response = web.Response(body=body, status=answer.status, headers=headers)
-                await response.prepare(http)
-                if http.method != "HEAD":  # aiohttp would write the body
-                    async for chunk in answer.chunks:
-                        if chunks is not None:
-                            chunks.append(chunk)
-                        await response.write(chunk)
+                    await response.prepare(http)
+                else:
+                    response = web.StreamResponse(status=answer.status, headers=headers)
+                    await response.prepare(http)
+                    if http.method != "HEAD":  # aiohttp would write the body
+                        async for chunk in answer.chunks:
+                            if chunks is not None:
+                                chunks.append(chunk)
+                            await response.write(chunk)
                 await response.write_eof()
     except ConnectionResetError:
         record.status = CLIENT_LEFT
     except Exception as error:
-        if not response.prepared:
+        if response is None or not response.prepared:
             raise
         late = isinstance(error, TimeoutError) and scope.expired()
         shown = UpstreamTimeoutError("The client read too slowly.") if late else known_error(error, record)
         await _cut(http, record, response, shown)
-    return response
+    return web.Response(status=CLIENT_LEFT) if response is None else response
 
 
 async def _cut(http: web.Request, record: Record, response: web.StreamResponse, error: KvasirError) -> None:
@@ -312,10 +316,11 @@ def _reply_headers(record: Record, answer: UpstreamAnswer) -> CIMultiDict[str]:
     """Ours, and the upstream's in the place of those that it has as well, such as the id of the request."""
     own = kvasir_headers(record, cached=False) | {REQUEST_ID: record.request_id}
     headers = CIMultiDict(common_headers(record))
-    theirs = [(name, value) for name, value in answer.headers if not name.lower().startswith("x-kvasir-")]
+    theirs = [item for item in answer.headers if item[0][:9].lower() != "x-kvasir-"]
     for name, _ in theirs:
         headers.popall(name, None)
-    if any(_tells_limits(name) for name, _ in theirs):  # never a mix of ours and its own
+    # Never a mix of ours and its own.
+    if record.allowance is not None and any(_tells_limits(name) for name, _ in theirs):
         for name in [name for name in headers if _tells_limits(name)]:
             del headers[name]
     headers.extend(theirs)
@@ -336,22 +341,22 @@ def may_keep(path: str, values: Mapping[str, Any]) -> bool:
     if path == "/v1/responses" and values.get("store") is not False:
         return True
     tools, modalities = values.get("tools"), values.get("modalities")
-    types = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    in_container = any(isinstance(kind, str) and kind.startswith(_IN_CONTAINERS) for kind in types)
-    return bool(in_container or values.get("container") or (isinstance(modalities, list) and "audio" in modalities))
+    if values.get("container") or (isinstance(modalities, list) and "audio" in modalities):
+        return True
+    types = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else ()
+    return any(isinstance(kind, str) and kind.startswith(_IN_CONTAINERS) for kind in types)
 
 
 def _headers_of(http: web.Request) -> Headers:
     """The client's headers that an upstream gets."""
-    return tuple(
-        (name, value)
-        for name, value in _lower(http.headers.items())
-        if name in PASSED_ON or name.startswith("x-stainless-")
-    )
+    return tuple((passed, value) for name, value in http.headers.items() if (passed := _passed_on(name)))
 
 
-def _lower(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(name.lower(), value) for name, value in headers]
+@lru_cache(1024)
+def _passed_on(name: str) -> str:
+    """In small letters; empty for a header that no upstream gets."""
+    name = name.lower()
+    return name if name in PASSED_ON or name.startswith("x-stainless-") else ""
 
 
 def need_of(request: UpstreamRequest) -> Need:
@@ -363,14 +368,21 @@ def need_of(request: UpstreamRequest) -> Need:
     if request.path.endswith("/embeddings"):
         return Need(inputs)
     inside = values.get("generationConfig")
-    config: Mapping[str, Any] = inside if isinstance(inside, dict) else {}
-    given = {name: config.get(name, values.get(name)) for name in (*_LIMITS, "n", "candidateCount")}
-    most = [given[name] for name in _LIMITS if type(given[name]) is int]
-    answers = next((given[name] for name in ("n", "candidateCount") if type(given[name]) is int), 1)
-    return Need(inputs, max(0, most[0]) if most else None, min(max(1, answers), MAX_ANSWERS))
+    given = {**values, **inside} if isinstance(inside, dict) else values
+    most, answers = _first_count(given, _LIMITS), _first_count(given, _ANSWERS)
+    return Need(inputs, None if most is None else max(0, most), min(max(1, answers or 1), MAX_ANSWERS))
+
+
+def _first_count(given: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    for name in names:
+        if name in given and type(given[name]) is int:
+            return int(given[name])
+    return None
 
 
 def _query_of(http: web.Request) -> str:
     """The URL's query without parameters that may be a key, in any spelling."""
-    parts = [part for part in http.rel_url.raw_query_string.split("&") if part]
+    if not (query := http.rel_url.raw_query_string):
+        return ""
+    parts = [part for part in query.split("&") if part]
     return "&".join(part for part in parts if unquote_plus(part.partition("=")[0]).strip().lower() not in _KEYS)

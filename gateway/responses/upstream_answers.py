@@ -19,6 +19,7 @@ from gateway.responses.upstream_key import (
     TIERS,
     find_unfit,
     find_upstream_bypass,
+    find_upstream_refusal,
     find_upstream_situation,
     include_usage,
     route_of,
@@ -196,9 +197,16 @@ class RememberedUpstreams:
         self.serves, self.speaks = upstreams.serves, upstreams.speaks
         self.models, self.reachable = upstreams.models, upstreams.reachable
 
-    @asynccontextmanager
-    async def answer(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
+    def answer(self, request: UpstreamRequest) -> AbstractAsyncContextManager[UpstreamAnswer]:
         """See Upstreams. Raises NotCachedError, too."""
+        reason = find_upstream_refusal(request, self._cache.settings, self._cache.mode(request.tenant.name))
+        if reason is None:
+            return self._looked_up(request)
+        self._cache.bypass(request.trace, request.reuse, reason)
+        return self._upstreams.answer(request)
+
+    @asynccontextmanager
+    async def _looked_up(self, request: UpstreamRequest) -> AsyncIterator[UpstreamAnswer]:
         settings, mode = self._cache.settings, self._cache.mode(request.tenant.name)
         replay = self._replays.get(route_of(request))
         find = partial(find_upstream_bypass, request, settings, mode, known=replay is not None)

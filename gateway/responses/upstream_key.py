@@ -196,9 +196,7 @@ def find_upstream_bypass(
     numbers   it has a whole number that some parsers round, so that another request would look equal here
     """
     values, reuse = request.values, request.reuse
-    if request.path != _VECTORS:
-        mode = max(mode, settings.upstreams, key=_STRICTER.index)
-    if (reason := find_refusal(reuse, mode)) is not None:
+    if (reason := find_upstream_refusal(request, settings, mode)) is not None:
         return reason
     if not known or not request.metered or (request.path.endswith(_STREAM) and not _is_sse(request)):
         return "route"
@@ -209,6 +207,13 @@ def find_upstream_bypass(
     if not (settings.requests == "all" or reuse.asked or request.path == _VECTORS or _deterministic(values)):
         return "sampling"
     return _find_odd(request)
+
+
+def find_upstream_refusal(request: UpstreamRequest, settings: ResponseCacheSettings, mode: Mode) -> str | None:
+    """The first of these reasons, for which nobody has to look at the body."""
+    if request.path != _VECTORS:
+        mode = max(mode, settings.upstreams, key=_STRICTER.index)
+    return find_refusal(request.reuse, mode)
 
 
 def _is_sse(request: UpstreamRequest) -> bool:

@@ -14,7 +14,7 @@ import aiohttp
 
 from gateway.errors import UpstreamLostError, UpstreamTimeoutError
 from gateway.types import UpstreamRequest
-from gateway.upstreams.connections import AttemptFailed, Response, bound_idle, deadline_s, read_some
+from gateway.upstreams.connections import AttemptFailed, Response, bound_idle, read_some
 from gateway.upstreams.metering import Meter
 from gateway.upstreams.redaction import QuotedError, retry_after_s, visible
 from gateway.upstreams.upstream import Upstream
@@ -25,12 +25,12 @@ _DECODED = ("gzip", "deflate", "br", "zstd")
 """Encodings that aiohttp takes off. No request wants them; some hosts use them all the same."""
 
 
-async def open_answer(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes) -> Answer:
+async def open_answer(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes, latest_s: float) -> Answer:
     """Sends the request, and waits for the first bytes of the answer, of an error as well. Raises AttemptFailed, and
-    UpstreamTimeoutError when the request's own time is over. The breaker's admission ends with it."""
+    UpstreamTimeoutError when its time is over (`latest_s`). The breaker's admission ends with it."""
     upstream.requests += 1
     try:
-        answer = await _send(upstream, request, model, body)
+        answer = await _send(upstream, request, model, body, latest_s)
     except BaseException as error:
         if isinstance(error, AttemptFailed):
             upstream.failed(error.kind)
@@ -41,13 +41,13 @@ async def open_answer(upstream: Upstream, request: UpstreamRequest, model: str, 
     return answer
 
 
-async def _send(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes) -> Answer:
-    latest_s = deadline_s(request, upstream.settings)
-    until_s = min(time.monotonic() + upstream.settings.first_byte_timeout_s, latest_s)
+async def _send(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes, latest_s: float) -> Answer:
+    now_s = time.monotonic()
+    until_s = min(now_s + upstream.settings.first_byte_timeout_s, latest_s)
     response: Response | None = None
     try:
-        async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
-            response = await upstream.connections.send(request, model, body)
+        async with asyncio.timeout(max(0.0, until_s - now_s)):
+            response = await upstream.connections.send(request, model, body, latest_s)
             _check(upstream, response.status)
             first = await read_some(response)
         return Answer(upstream, response, first, request)
@@ -99,14 +99,16 @@ class Answer:
             while True:
                 if meter.reads_whole:
                     ready, last = last, ready
-                await self._report_ids(meter)
+                if meter.ids:
+                    await self._report_ids(meter)
                 if ready:
                     yield ready
                 if not (chunk := await self._next_chunk()):
                     break
                 ready = meter.feed(self._filter.feed(chunk))
             ready = last + meter.feed(self._filter.rest()) + meter.end()
-            await self._report_ids(meter)
+            if meter.ids:
+                await self._report_ids(meter)
             if self.status < 400:
                 upstream.breaker.succeeded()
             if ready:
@@ -149,6 +151,8 @@ class Answer:
 
     async def _next_chunk(self) -> bytes:
         """Empty at the end. Raises UpstreamLostError."""
+        if self._response.content.at_eof():
+            return b""
         upstream = self._upstream
         try:
             return await read_some(self._response)

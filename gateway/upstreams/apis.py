@@ -127,14 +127,14 @@ _WRITTEN_FOR: Final = {
 
 def _at(value: Any, path: tuple[str, ...]) -> Any:
     for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
+        value = value.get(key) if type(value) is dict else None
     return value
 
 
 def _flatten(counts: Counts, usage: Mapping[str, Any], at: str = "", levels: int = 3) -> None:
     """As deep as counts are."""
     for name, value in usage.items():
-        if isinstance(value, Mapping) and levels > 1:
+        if type(value) is dict and levels > 1:
             _flatten(counts, value, f"{at}{name}.", levels - 1)
         elif _is_count(value):
             counts[at + name] = value
@@ -170,9 +170,9 @@ class Api:
 
     def note(self, counts: Counts, value: Any) -> None:
         """Adds what a JSON value reports: a whole answer, an event of a stream, or an array of them."""
-        for one in value if isinstance(value, list) else (value,):
+        for one in value if type(value) is list else (value,):
             for path in self.usage_paths:
-                if isinstance(found := _at(one, path), Mapping):
+                if type(one) is dict and path[0] in one and type(found := _at(one, path)) is dict:
                     _flatten(counts, found)
 
 

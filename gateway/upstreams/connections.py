@@ -139,11 +139,6 @@ def bound_idle(response: Response, timeout_s: float) -> None:
         connection.protocol.start_timeout()
 
 
-def deadline_s(request: UpstreamRequest, settings: UpstreamSettings) -> float:
-    """By when its answer has to be there as a whole, by the monotonic clock."""
-    return min(request.deadline_s, request.received_s + settings.timeout_s)
-
-
 class Connections:
     """The sessions of one upstream, one per lane, opened when first used."""
 
@@ -160,11 +155,12 @@ class Connections:
             self._headers[name] = f"Bearer {key}" if name == "authorization" else key
         self._is_plain = proxy is None and URL(settings.url).user is None and _FRAMING.isdisjoint(self._headers)
 
-    async def send(self, request: UpstreamRequest, model: str, body: bytes) -> Response:
-        """Sends the request. The caller reads the body (with `read_some`) and closes it. Raises aiohttp's errors."""
+    async def send(self, request: UpstreamRequest, model: str, body: bytes, latest_s: float) -> Response:
+        """Sends the request, whose answer has to be there as a whole at `latest_s` (monotonic clock). The caller reads
+        the body (with `read_some`) and closes it. Raises aiohttp's errors."""
         session, url = self._of(request.lane), self._url(request.path, model, request.query)
         headers = {**_HEADERS, **joined(request.headers), **self._headers}
-        total_s = deadline_s(request, self._settings) - time.monotonic()
+        total_s = latest_s - time.monotonic()
         if (poster := self._posters.get(request.lane)) and request.method == "POST" and 0 < len(body) <= AT_ONCE_BYTES:
             return await poster.post(url, headers, body, total_s)
         return await session.request(

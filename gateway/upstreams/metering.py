@@ -7,7 +7,6 @@ gateway requested is left out. All other bytes pass unchanged.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from typing import Any, Final
 
@@ -80,7 +79,7 @@ def _is_plain(chunk: bytes) -> bool:
     return chunk.endswith(b"\n\n") and not chunk.endswith(b"\n\n\n") and b"\r" not in chunk
 
 
-def data_of(event: bytes) -> bytes:
+def data_of(event: bytes | bytearray) -> bytes:
     """The data of an event, its lines joined."""
     lines = _LINE_END.split(event)
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
@@ -130,11 +129,12 @@ class Meter:
     def end(self) -> bytes:
         """The end of the answer. Returns what has not passed on."""
         if self._events is None:
-            self._read(bytes(self._whole))
-            self._whole.clear()
+            if self._whole:
+                self._read(self._whole)
+                self._whole.clear()
             return b""
         rest = self._events.rest()
-        return b"" if self._read(rest) and self._hides_usage else rest
+        return b"" if rest and self._read(rest) and self._hides_usage else rest
 
     def tokens(self) -> Tokens | None:
         """The usage, also of an answer that broke off; None where none was reported."""
@@ -148,21 +148,22 @@ class Meter:
             self._whole.clear()
             self._max_bytes = 0
 
-    def _is_of_interest(self, text: bytes) -> bool:
-        return any(mark in text for mark in MARKS) or (self._finds_ids and _NAMING.search(text) is not None)
+    def _is_of_interest(self, text: bytes | bytearray) -> bool:
+        return any(map(text.__contains__, MARKS)) or (self._finds_ids and _NAMING.search(text) is not None)
 
-    def _read(self, text: bytes) -> bool:
+    def _read(self, text: bytes | bytearray) -> bool:
         """Reads an event, or a whole answer. True for the event of the OpenAI API that has only the usage."""
         is_event = self._events is not None
         if not (self._is_of_interest(text) or (self._finds_ids and not is_event)):
             return False
-        with contextlib.suppress(orjson.JSONDecodeError):
+        try:
             value: Any = orjson.loads(data_of(text) if is_event else text)
-            self._api.note(self._counts, value)
-            if self._finds_ids and (not is_event or _NAMING.search(text)):
-                self._note_ids(value)
-            return isinstance(value, dict) and value.get("choices") == [] and value.get("usage") is not None
-        return False
+        except orjson.JSONDecodeError:
+            return False
+        self._api.note(self._counts, value)
+        if self._finds_ids and (not is_event or _NAMING.search(text)):
+            self._note_ids(value)
+        return isinstance(value, dict) and value.get("choices") == [] and value.get("usage") is not None
 
     def _note_ids(self, value: Any) -> None:
         for found in created_ids(value):

@@ -58,18 +58,16 @@ def joined(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def visible(headers: Iterable[tuple[str, str]], secrets: Secrets) -> tuple[tuple[str, str], ...]:
     """The headers that go to the client; none with a secret in it."""
-    all_headers = list(headers)
-    named = {
-        name.strip().lower() for key, value in all_headers if key.lower() == "connection" for name in value.split(",")
-    }
-    return tuple(
-        (name, value)
-        for name, value in all_headers
-        if name.lower() not in _DROPPED
-        and name.lower() not in named
-        and not name.lower().startswith("access-control-")  # server.cors_origins decides which pages may read answers
-        and not secrets.is_quoted(value.encode("utf-8", "surrogateescape"))
-    )
+    shown, dropped = list[tuple[str, str]](), set[str]()
+    for name, value in headers:
+        lower = name.lower()
+        if lower == "connection":
+            dropped.update(named.strip().lower() for named in value.split(","))
+        if lower in _DROPPED or lower.startswith("access-control-"):  # server.cors_origins decides who reads answers
+            continue
+        if not secrets.is_quoted(value.encode("utf-8", "surrogateescape")):
+            shown.append((name, value))
+    return tuple(item for item in shown if item[0].lower() not in dropped) if dropped else tuple(shown)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
@@ -112,7 +110,7 @@ class Secrets:
 
     def is_quoted(self, text: bytes) -> bool:
         """Whether any secret is in it."""
-        return any(secret in text for secret in self._all)
+        return any(map(text.__contains__, self._all))
 
     def filter(self) -> SecretFilter:
         """A filter for one answer."""
@@ -129,10 +127,12 @@ class SecretFilter:
 
     def feed(self, chunk: bytes) -> bytes:
         """What may pass now. Raises QuotedError before any byte of the secret has passed."""
+        if not self._secrets:
+            return chunk
         text = self._waiting + chunk if self._waiting else chunk
-        if any(secret in text for secret in self._secrets):
+        if any(map(text.__contains__, self._secrets)):
             raise QuotedError
-        end = len(text) - max((_prefix_bytes(text, secret) for secret in self._secrets), default=0)
+        end = len(text) - max(_prefix_bytes(text, secret) for secret in self._secrets)
         self._waiting = text[end:]
         return text[:end]
 

@@ -64,6 +64,9 @@ class UpstreamSlots:
     async def take(self, ask: Ask) -> None:
         """Waits for a slot; takes a free one without an await. Raises QueueFullError at once, and DeadlineError when
         its time is over, or for a line while lines are held off. The prompt of `ask` does not matter."""
+        if self._most == math.inf and ask.lane == "online":  # which never waits
+            self.taken["online"] += 1
+            return
         queue, gate = self._queues[ask.lane], self.gates[ask.lane]
         if ask.lane == "batch" and self.held_off_s():
             raise self._late()
@@ -94,7 +97,7 @@ class UpstreamSlots:
     def release(self, ask: Ask) -> None:
         """Frees a slot that `take` returned."""
         self.taken[ask.lane] -= 1
-        if ask.lane == "online":
+        if ask.lane == "online" and self._most < math.inf:
             self._held[ask.tenant] -= 1
             self._forget(ask.tenant)
             self._pace.ends.append(self._clock())

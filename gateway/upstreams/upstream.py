@@ -9,8 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -46,6 +45,9 @@ BATCH_WAIT_S: Final = 60.0
 
 MAX_LISTED_CHARS: Final = 256
 
+Closing = list[Callable[[], object]]
+"""What ends with an answer, last in first out."""
+
 
 class Upstream:
     """Made before the event loop runs; the connections are opened when they are wanted."""
@@ -78,10 +80,10 @@ class Upstream:
         self._max_wait_s = queue.max_wait_s
         self._key_refused = False  # in its last answer
 
-    async def take_slot(self, request: UpstreamRequest, closing: ExitStack, *, others: bool) -> UpstreamRequest:
+    async def take_slot(self, request: UpstreamRequest, closing: Closing, *, others: bool) -> float:
         """Waits for a slot, which `closing` gives back: an online request its turn where those are bounded, within
-        `queue.max_wait_s` at all upstreams together; a line of a batch what online requests leave. Returns the request,
-        whose time at the upstream begins now.
+        `queue.max_wait_s` at all upstreams together; a line of a batch what online requests leave. Returns by when, by
+        the monotonic clock, the whole answer has to be there: the request's time at the upstream begins now.
 
         others  whether another upstream can be tried instead
         Raises AttemptFailed, and for an online request QueueFullError and DeadlineError.
@@ -116,8 +118,8 @@ class Upstream:
             now_s = time.monotonic()
             if now_s - began_s > AT_ONCE_S:
                 request.trace.queue_ms += (now_s - began_s) * 1e3
-        closing.callback(self.slots.release, ask)
-        return request if now_s - request.received_s <= AT_ONCE_S else replace(request, received_s=now_s)
+        closing.append(partial(self.slots.release, ask))
+        return min(request.deadline_s, now_s + self.settings.timeout_s)
 
     def breaker_open(self) -> AttemptFailed:
         return AttemptFailed("open", f"the circuit breaker of {self.name} is open", again=False)

@@ -73,14 +73,14 @@ def asking(within_s: float = 10.0, **more: Any) -> UpstreamRequest:
 
 async def ask(connections: Connections, request: UpstreamRequest | None = None, body: bytes = b"{}") -> bytes:
     request = request or asking()
-    with closing(await connections.send(request, "m", body)) as response:
+    with closing(await connections.send(request, "m", body, request.deadline_s)) as response:
         return b"".join(await _rest(response))
 
 
 @asynccontextmanager
 async def answered(connections: Connections) -> AsyncIterator[Response]:
     async with asyncio.timeout(10):
-        with closing(await connections.send(asking(), "m", b"{}")) as response:
+        with closing(await connections.send(asking(), "m", b"{}", time.monotonic() + 10)) as response:
             yield response
 
 

@@ -131,7 +131,7 @@ async def ask(url: str, environ: dict[str, str]) -> bytes:
     connections, now = Connections(settings, "sk-secret", find_proxy(url, environ)), time.monotonic()
     request = UpstreamRequest("r", Tenant("a"), "openai", "m", "/v1/x", "", (), b"{}", {}, now, now + 10)
     try:
-        with closing(await connections.send(request, "m", b"{}")) as response:
+        with closing(await connections.send(request, "m", b"{}", request.deadline_s)) as response:
             return await read_some(response)
     finally:
         await connections.close()
