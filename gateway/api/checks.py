@@ -181,10 +181,11 @@ def wanted_form(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if isinstance(wanted, dict) and wanted.get("type") in ("json_schema", "json_object"):
             schema = (wanted.get("json_schema") or wanted).get("schema")
             return schema if isinstance(schema, dict) else {}
-    for name in ("responseJsonSchema", "responseSchema"):
+    for name in ("responseJsonSchema", "response_json_schema", "responseSchema", "response_schema"):
         if isinstance(config.get(name), dict):
             return dict(config[name])
-    return {} if config.get("responseMimeType") == "application/json" else None
+    is_json = "application/json" in (config.get("responseMimeType"), config.get("response_mime_type"))
+    return {} if is_json else None
 
 
 def tools_of(values: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -200,7 +201,7 @@ def _functions(tools: Sequence[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         declared = tool.get("functionDeclarations", tool.get("function_declarations"))
         for one in declared if isinstance(declared, list) else (_in(tool, "function") or tool,):
             if isinstance(one, dict) and isinstance(one.get("name"), str):
-                names = ("parameters", "input_schema", "parametersJsonSchema")
+                names = ("parameters", "input_schema", "parametersJsonSchema", "parameters_json_schema")
                 schemas = [one[name] for name in names if isinstance(one.get(name), dict)]
                 yield one["name"], schemas[0] if schemas else {}
 
@@ -238,12 +239,14 @@ def matches(value: Any, schema: Any, root: Any = None, depth: int = 0) -> bool:
     if others is not None and not any(matches(value, one, root, depth + 1) for one in others):
         return False
     if isinstance(value, list):
-        return all(matches(item, schema.get("items", True), root, depth + 1) for item in value)
+        items = True if "prefixItems" in schema else schema.get("items", True)
+        return all(matches(item, items, root, depth + 1) for item in value)
     return not isinstance(value, dict) or _has_members(value, schema, root, depth)
 
 
 def _has_members(value: Mapping[str, Any], schema: Mapping[str, Any], root: Any, depth: int) -> bool:
-    known, others = schema.get("properties") or {}, schema.get("additionalProperties", True)
+    known = schema.get("properties") or {}
+    others = True if "patternProperties" in schema else schema.get("additionalProperties", True)
     if any(name not in value for name in schema.get("required") or ()):
         return False
     return all(matches(item, known.get(name, others), root, depth + 1) for name, item in value.items())

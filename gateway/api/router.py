@@ -53,6 +53,9 @@ MAX_PAUSE_S: Final = 60.0
 MAX_STICKY: Final = 20_000
 """Conversations that are remembered because they went to another target than that of their key."""
 
+_CHECKED: Final = frozenset(("/v1/chat/completions", "/v1/responses", "/v1/messages", ":generateContent"))
+"""Routes whose answers a check can read, but for responses in the background, from which there is no going back."""
+
 _BY_FACTS: Final = frozenset(("cheapest", "weighted", "affinity"))
 _MODEL: Final = re.compile(rb'"model"(\s*:\s*)"(?:[^"\\]|\\.)*"')
 
@@ -243,7 +246,7 @@ class Router:
             return Order(tuple(sorted(holding, key=lambda model: not states[model].up)), "stored")
         if not generates or "cachedContent" in body:  # what is made for one model is no other's
             return Order((next((model for model in models if states[model].up), models[0]),), "first")
-        if alias.policy == "cascade" and body.get("background") is True:  # there is no going back
+        if alias.policy == "cascade" and (body.get("background") is True or _route_of(record.endpoint) not in _CHECKED):
             return Order((models[-1],), "unchecked")
         sticky = self._stuck(alias, facts.key) if alias.policy == "affinity" else ""
         return choose_order(alias, facts, states, sticky=sticky, draw=self._draw())

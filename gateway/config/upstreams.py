@@ -121,6 +121,7 @@ class AliasSettings(Section):
         wrong = {
             "`checks` are for the policy `cascade`": self.checks and self.policy != "cascade",
             "the policy `cascade` needs `checks`": self.policy == "cascade" and not self.checks,
+            "the policy `cascade` needs two `targets`": self.policy == "cascade" and len(self.targets) < 2,
             "`min_mean_logprob` and the check `logprob` need each other": (self.min_mean_logprob is None)
             == ("logprob" in self.checks),
             "`weight` is for the policies `weighted` and `affinity`": weighted

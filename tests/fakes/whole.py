@@ -33,6 +33,7 @@ class Whole:
     engines: list[FakeEngine]
     url: str
     client: openai.AsyncOpenAI
+    app: web.Application
 
     @property
     def submits(self) -> list[Submit]:
@@ -93,7 +94,7 @@ async def whole(
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0)
     try:
-        yield Whole(gateway, fakes, url, client)
+        yield Whole(gateway, fakes, url, client, app)
     finally:
         async with asyncio.timeout(LIMIT_S):
             await client.close()

@@ -10,8 +10,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.api.routes import RUNNER
+from gateway.types import Tenant
 from tests.fakes.hosted import ANSWER_TOKENS, PROMPT_TOKENS, answers, refuses
 from tests.fakes.upstream import CHAT, CHAT_STREAM, StubUpstream, Told, chunk, error, events, said, upstream, whole_chat
+from tests.fakes.waiting import until
 from tests.fakes.whole import Whole, whole
 
 MESSAGES = [{"role": "user", "content": "Hi ✓"}]
@@ -300,3 +303,50 @@ async def test_metrics_stats_and_models_tell_of_aliases() -> None:
         assert stats["targets"]["b"]["requests"] == 3
         listed = [model["id"] for model in (await run.get("/v1/models"))["data"]]
         assert "best" in listed
+
+
+async def test_only_the_answers_of_an_alias_with_one_target_are_sent_again() -> None:
+    cache = {"response_cache": {"mode": "on", "requests": "all", "upstreams": "on"}}
+    for alias, resent in (({"target": "a"}, 1), ({"targets": ["a", "b"]}, 0)):
+        async with running(alias, sections=cache, a=CHAT, b=CHAT) as run:
+            replies = [await run.post() for _ in range(3)]
+            assert [reply.headers["x-kvasir-cache"].partition(";")[0] for reply in replies] == [
+                "miss",
+                "exact",
+                "exact",
+            ]
+            assert {reply.route[0] for reply in replies} == {"a"}
+            assert len(run.stubs["a"].got) == 1
+            assert run.whole.gateway.response_cache.figures.resent == resent
+
+
+async def test_a_tenants_own_limit_is_no_reason_to_try_another_target() -> None:
+    limits = {"limits": {"requests_per_minute": 1, "burst_s": 1.0}}
+    async with running({"targets": ["a", "b"]}, sections=limits, a=(error(500), CHAT), b=CHAT) as run:
+        assert (await run.post()).status == 200  # one request, whatever it took
+        reply = await run.post()
+        assert (reply.status, reply.json["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert len(run.stubs["b"].got) == 1
+
+
+async def test_counts_and_responses_in_the_background_are_not_checked() -> None:
+    alias = {"targets": ["demo", "large"], "policy": "cascade", "checks": ["refusal"]}
+    async with running(alias, engines=1, large=said({"input_tokens": 7}), dialects={"large": "anthropic"}) as run:
+        reply = await run.post("/v1/messages/count_tokens")
+        assert (reply.json, reply.route) == ({"input_tokens": 7}, ("large", "cascade; reason=unchecked"))
+
+
+async def test_a_line_of_a_batch_gets_the_first_target_that_can_answer_it() -> None:
+    async with running({"targets": ["demo", "a", "b"]}, engines=1, a=error(500), b=CHAT) as run:
+        router = run.whole.app[RUNNER].router
+
+        def target() -> str:
+            return router.line_target("best", Tenant("anonymous"), "openai", "/v1/completions", translated=False)
+
+        assert target() == "demo"
+        assert router.line_target("other", Tenant("anonymous"), "openai", "", translated=False) == "other"
+        await run.whole.engines[0].die()
+        await until(lambda: target() == "a")
+        for _ in range(2):  # its breaker opens
+            await run.post(model="a")
+        assert target() == "b"

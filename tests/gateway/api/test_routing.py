@@ -182,6 +182,7 @@ def test_size_tools_and_images_are_seen_in_every_dialect() -> None:
         ({"targets": ["a", {"model": "b", "weight": 2}]}, "`weight` is for"),
         ({"targets": ["a", "b"], "checks": ["schema"]}, "are for the policy `cascade`"),
         ({"targets": ["a", "b"], "policy": "cascade"}, "needs `checks`"),
+        ({"targets": ["a"], "policy": "cascade", "checks": ["schema"]}, "needs two"),
         ({"targets": ["a", "b"], "policy": "cascade", "checks": ["wisdom"]}, "'schema', 'refusal' or 'logprob'"),
         ({"targets": ["a", "b"], "policy": "cascade", "checks": ["logprob"]}, "need each other"),
         ({"targets": ["a", "b"], "policy": "size"}, "needs a target with"),
