@@ -235,6 +235,7 @@ class Gateway:
                 cold=lambda: self.warming.not_ready() if self.warming else None,
             ),
             claims=None if (calls := self._calls()) is None else RedisClaims(calls, "warm"),
+            audited=self._audited,
         )
         self.warming = app[WARMING]
         return app

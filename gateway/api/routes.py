@@ -61,7 +61,7 @@ from gateway.api.resend import ResendCache
 from gateway.api.router import Router
 from gateway.api.tenants import Auth, Namespaces
 from gateway.api.unknown_fields import refusing
-from gateway.api.warming import Claims, Warming, warm_targets
+from gateway.api.warming import Audited, Claims, Warming, warm_targets
 from gateway.config import ServerSettings, Settings
 from gateway.files.store import FileStore
 from gateway.limits.limits import TenantLimits
@@ -116,6 +116,7 @@ def build_app(
     sources: Sources,
     cost: Callable[[str, int, int], int | None],
     claims: Claims | None = None,
+    audited: Audited = lambda *_: None,
 ) -> web.Application:
     """The application, ready for `app_runner`.
 
@@ -133,6 +134,7 @@ def build_app(
     cost           of so many tokens of prompt and answer of a model, for aliases
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
     claims         of prompts that one gateway of several has cached by an upstream
+    audited        counts what [[warm]] costs
     Raises ConfigError for prompts of [[warm]] that cannot be used.
     """
     server, batches = settings.server, settings.batches
@@ -217,7 +219,7 @@ def build_app(
         refuses_unknown,
         router,
     )
-    app[WARMING] = Warming(server, warm_targets(settings, answering, aliases), answering, observer, claims)
+    app[WARMING] = Warming(server, warm_targets(settings, answering, aliases), answering, audited, claims)
     app.cleanup_ctx.append(LoopLag(metrics.lag, metrics.own_lag).running)
     app.on_shutdown.append(lambda _: background.shut_down())
     app.on_cleanup.append(lambda _: background.close())

@@ -6,8 +6,10 @@ the batch lane, with a breakpoint at the end of the prompt, sent again before th
     hosted    where an upstream serves the model and the entry says so: a request for one token, from one gateway of all
               that share a Redis, because it costs money
 
-A target that fails is tried again, later each time. `not_ready` holds the gateway's readiness back until one engine of
-each model has `server.min_warm` of its targets. Belongs to one event loop.
+Several gateways each have an engine compute a target, which costs it nothing from the second one on. The ledger has all
+that in the lane `audit`, where what is read from a cache is no saving. A target that fails is tried again, later each
+time. `not_ready` holds the gateway's readiness back until one engine of each model has `server.min_warm` of its
+targets. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -29,14 +31,13 @@ from gateway import tasks
 from gateway.api.aliases import Aliases
 from gateway.api.answering import Answering
 from gateway.api.call import Call
-from gateway.api.middleware import noted
 from gateway.api.openai.request import parse_chat
 from gateway.api.openai.wire import OPENAI
-from gateway.api.record import Observer, Record, failed, known_error
+from gateway.api.record import Record, elapsed_ms, failed, known_error
 from gateway.api.replies import new_id
 from gateway.config import ALL_TENANTS, ConfigError, LeaseSettings, ServerSettings, Settings, WarmSettings, duration_s
 from gateway.errors import BadRequestError, ForbiddenError, KvasirError, ModelNotFoundError, RedisDownError
-from gateway.types import ANONYMOUS, ChatPrompt, Group, Marker, Reuse, Tenant
+from gateway.types import ANONYMOUS, ChatPrompt, Group, Marker, Reuse, Tenant, Trace
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ RETRY_S: Final = 2.0
 """After the first failure; twice as long after each further one, up to MAX_RETRY_S."""
 MAX_RETRY_S: Final = 300.0
 MAX_REASON_CHARS: Final = 300
+Audited = Callable[[str, str, Trace, float], None]
+
 HOSTED: Final = "hosted"
 """The place of all upstreams."""
 
@@ -108,14 +111,17 @@ class Warming:
         server: ServerSettings,
         targets: Sequence[Target],
         answering: Answering,
-        observer: Observer,
+        audited: Audited,
         claims: Claims | None,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`claims`: None without others."""
-        self._server, self._answering, self._observer, self._claims = server, answering, observer, claims
+        """
+        audited  called with tenant, model, trace and milliseconds: what it cost, which saved nobody anything yet
+        claims   None without others
+        """
+        self._server, self._answering, self._audited, self._claims = server, answering, audited, claims
         self._clock, self._wall = clock, wall
         self._began_s = clock()
         self._by_model: dict[str, list[Target]] = {}
@@ -251,20 +257,22 @@ class Warming:
             namespace=target.entry.namespace or "",
             lane="batch",
         )
-        with noted(self._observer, record):
-            try:
-                await self._send(place, target, record)
-                record.status = 200
-            except Exception as error:
-                known = known_error(error, record)
-                failed(record, known)
-                await self._failed(place, target, state, record, known)
-            else:
-                trace = record.trace
-                lease = None if trace.lease is None else trace.lease.state
-                state.next_s, state.failures, state.why = self._clock() + renew_s, 0, ""
-                state.computed_s, state.tokens, state.lease = self._wall(), trace.prompt_tokens, lease
-                state.cached_tokens = trace.reported_cached_tokens
+        try:
+            await self._send(place, target, record)
+        except Exception as error:
+            known = known_error(error, record)
+            failed(record, known)
+            await self._failed(place, target, state, record, known)
+            return
+        trace, took_ms = record.trace, elapsed_ms(record)
+        if state.computed_s is None:
+            where = f"{target.source} of [[warm]] at {place.name}"
+            log.info("%s: %d tokens are warm after %.1f s", where, trace.prompt_tokens, took_ms / 1e3)
+        self._audited(target.tenant.name, record.model or target.call.model, trace, took_ms)
+        state.next_s, state.failures, state.why = self._clock() + renew_s, 0, ""
+        state.computed_s, state.tokens = self._wall(), trace.prompt_tokens
+        state.cached_tokens = trace.reported_cached_tokens
+        state.lease = None if trace.lease is None else trace.lease.state
 
     async def _send(self, place: _Place, target: Target, record: Record) -> None:
         """Raises KvasirError."""

@@ -14,7 +14,6 @@ import pytest
 
 from gateway.api.aliases import Aliases
 from gateway.api.answering import Answering
-from gateway.api.record import Observers
 from gateway.api.routes import WARMING
 from gateway.api.tenants import Namespaces
 from gateway.api.warming import MAX_RETRY_S, RENEW_SHARE, RETRY_S, Warming, warm_targets
@@ -22,7 +21,8 @@ from gateway.config import ConfigError, LimitSettings, Settings
 from gateway.errors import NoEngineError, OverloadedError
 from gateway.limits.counters import MemoryCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
-from gateway.types import ChatPrompt
+from gateway.types import ChatPrompt, Trace
+from tests.fakes.cached_gemini import KEY, cached_gemini
 from tests.fakes.clock import Clock
 from tests.fakes.gateway import make_app, running
 from tests.fakes.hosted import answers
@@ -57,6 +57,7 @@ class Bench:
     def __init__(self, *entries: Mapping[str, Any], **sections: Any) -> None:
         self.settings = Settings.model_validate({"warm": entries, **sections})
         self.clock, self.pipeline, self.models = Clock(), FakePipeline(), FakeModels()
+        self.costs: list[tuple[str, str, int]] = []
         limits = SharedCounters(None, MemoryCounters(lease_s=60.0))
         named = Namespaces(self.settings.namespaces, self.settings.tenants, "separate")
         of_tenants = TenantLimits(LimitSettings(), (), limits)
@@ -75,7 +76,10 @@ class Bench:
         )
         targets = warm_targets(self.settings, self.answering, Aliases(self.settings.aliases))
         server = self.settings.server
-        self.warming = Warming(server, targets, self.answering, Observers(), None, clock=self.clock, wall=self.clock)
+        self.warming = Warming(server, targets, self.answering, self.audited, None, clock=self.clock, wall=self.clock)
+
+    def audited(self, tenant: str, model: str, trace: Trace, total_ms: float) -> None:
+        self.costs.append((tenant, model, trace.prompt_tokens))
 
     async def look(self) -> int:
         """Computes what is due, one after the other. How many requests that made."""
@@ -109,6 +113,11 @@ async def test_every_engine_computes_it_in_the_batch_lane_and_leases_it_for_the_
         assert asked.tokens[:leased] == warm.tokens[:leased]
         assert usage.prompt_tokens_details is not None
         assert usage.prompt_tokens_details.cached_tokens == warm.breakpoints[0].tokens
+        totals = running.gateway.ledger.totals
+        (audit,) = [figures for row, figures in totals.items() if row.lane == "audit"]
+        assert audit["prompt_tokens"] == 2 * len(warm.tokens) // 4
+        assert "requests" not in audit
+        assert "prefix_tokens" not in audit
         (prompt,) = warming.figures()["prompts"]
         assert RULES not in json.dumps(prompt)
         assert all(place["computed_at"] and place["lease"] == "kept" for place in prompt["places"].values())
@@ -124,6 +133,7 @@ async def test_it_is_computed_again_before_it_ends_and_where_an_engine_was_resta
     assert await bench.look() == 1
     bench.models.hellos = [hello(incarnation="demo-2")]
     assert await bench.look() == 1
+    assert bench.costs == [("anonymous", "demo", 40)] * 3
     groups = [request.group and request.group.incarnation for request in bench.pipeline.requests]
     assert groups == ["demo-1", "demo-1", "demo-2"]
     assert all(request.prewarm and request.lane == "batch" for request in bench.pipeline.requests)
@@ -241,7 +251,7 @@ async def test_a_hosted_cache_is_written_by_one_gateway_and_only_where_the_entry
                     settings.server,
                     warm_targets(settings, answering, Aliases(())),
                     answering,
-                    Observers(),
+                    lambda *_: None,
                     claims,
                     clock=clock,
                 )
@@ -258,6 +268,25 @@ async def test_a_hosted_cache_is_written_by_one_gateway_and_only_where_the_entry
     assert (bodies[0]["max_tokens"], bodies[0]["messages"][0]["role"]) == (1, "user")
     (block,) = bodies[0]["system"]
     assert block == {"type": "text", "text": RULES, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+async def test_a_cached_content_of_gemini_is_there_before_the_first_request() -> None:
+    rules = RULES * 100
+    async with cached_gemini() as fake:
+        table = fake.settings().model_dump(exclude={"key"}) | {"headers": {"x-goog-api-key": KEY}}
+        entry = {"model": "up-pro", "text": rules, "hosted": True}
+        async with whole(engines=0, sections={"upstreams": [table], "warm": [entry]}) as running:
+            assert running.gateway.warming is not None
+            running.gateway.warming.look()
+            await running.gateway.warming.settled()
+            (held,) = fake.held.values()
+            marked = {"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}}
+            messages: Any = [{"role": "system", "content": [marked]}, {"role": "user", "content": "May I?"}]
+            answer = await running.client.chat.completions.create(model="up-pro", messages=messages)
+    assert fake.count("POST cachedContents") == 1
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == held.tokens > 1024
 
 
 @pytest.mark.parametrize(
