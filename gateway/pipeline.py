@@ -32,7 +32,7 @@ from gateway.metering import KeyMisses
 from gateway.receipts import Receipts
 from gateway.sequence import RunningSequence
 from gateway.stages import Engine, Hosted, Index, Prompts, Queue, Registry, Responses
-from gateway.types import AnswerCheck, Ask, ChatPrompt, EncodedPrompt, Event, Group, Request
+from gateway.types import AnswerCheck, Ask, ChatPrompt, EncodedPrompt, Event, Group, Prompt, Request
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,7 @@ class Pipeline:
     async def _encode(self, request: Request) -> tuple[EncodedPrompt, Hello, bool]:
         """As the first engine of its model renders it, which is how the others do, as a rule: its hello, and whether it
         could be asked."""
+        check_text(request.prompt)
         engine = self._registry.serving(request.model)[0]
         prompt = await self._prompts.encode(request, engine.hello)
         with suppress(EngineLostError, UnsupportedError):  # the one that gets it is asked in step 6
@@ -246,6 +247,13 @@ def _without_thoughts(request: Request) -> Request:
     if isinstance(request.prompt, ChatPrompt) and request.prompt.thoughts:
         request = replace(request, prompt=replace(request.prompt, thoughts=()))
     return request if request.thinking is None else replace(request, thinking=None)
+
+
+def check_text(prompt: Prompt) -> None:
+    """Raises UnsupportedError for a prompt with images or files: engines are given text."""
+    if isinstance(prompt, ChatPrompt) and prompt.media:
+        first = prompt.media[0]
+        raise UnsupportedError(first.refusal, param=first.path, reason=first.refusal)
 
 
 @dataclass(slots=True)

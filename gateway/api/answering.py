@@ -23,10 +23,11 @@ from gateway.api.tenants import ONLY_COUNTED, Namespaces, need_of, set_aside
 from gateway.config import ServerSettings
 from gateway.errors import BadRequestError, ModelNotFoundError, NoEngineError
 from gateway.limits.limits import TenantLimits
-from gateway.pipeline import Pipeline
+from gateway.pipeline import Pipeline, check_text
 from gateway.stages import Prompts, Registry
 from gateway.tasks import off_loop
 from gateway.types import (
+    ChatPrompt,
     Request,
     Tenant,
     TextPrompt,
@@ -175,7 +176,11 @@ class Answering:
 
     def requests(self, record: Record, tenant: Tenant, call: Call, model: Hello) -> list[Request]:
         """One for each answer to each prompt, whose traces the record gets. Raises BadRequestError for token ids that
-        the model does not have, ForbiddenError for a namespace that the tenant may not use."""
+        the model does not have, UnsupportedError for images and files that no upstream is given, ForbiddenError for a
+        namespace that the tenant may not use."""
+        for prompt in call.prompts:
+            if isinstance(prompt, ChatPrompt) and prompt.media and call.model in self.models.models():
+                check_text(prompt)
         scope = self.namespaces.scope(record.namespace, tenant, key=call.cache_key, cache_salt=call.cache_salt)
         affinity = "" if self.namespaces.separating_key(tenant, call.cache_key) else call.cache_key
         reuse, deadline_s = stricter(record.reuse, call.reuse), self.deadline_s(record)

@@ -27,6 +27,7 @@ from gateway.types import (
     ChatPrompt,
     Event,
     Finished,
+    Media,
     Prompt,
     Request,
     Scope,
@@ -118,6 +119,8 @@ class EngineQuery(Query[Event]):
             return "tools"
         if request.constraint is not None or request.sampling.logprobs is not None or request.group is not None:
             return "form"
+        if isinstance(prompt, ChatPrompt) and prompt.media:
+            return "form"
         return "sampling" if request.sampling.temperature > max_temperature else None
 
     def find_situation(self) -> Situation | None:
@@ -132,7 +135,7 @@ def request_key(request: Request, model: Hello) -> bytes:
 def find_situation(request: Request, model: Hello) -> Situation | None:
     """None for what is no chat that ends with a text of its user."""
     prompt = request.prompt
-    if not isinstance(prompt, ChatPrompt) or prompt.continues or not prompt.messages:
+    if not isinstance(prompt, ChatPrompt) or prompt.continues or not prompt.messages or prompt.media:
         return None
     last = prompt.messages[-1]
     text = last.get("content")
@@ -181,9 +184,16 @@ def _prompt(prompt: Prompt) -> tuple[object, ...]:
     if isinstance(prompt, ChatPrompt):
         messages = [sorted(message.items()) for message in prompt.messages]
         tools = [_tool(tool) for tool in prompt.tools]
-        chat = ("chat", messages, tools, prompt.add_generation_prompt, prompt.continues)
-        return (*chat, prompt.thoughts) if prompt.thoughts else chat
+        more = [values for values in (prompt.thoughts, [_medium(one) for one in prompt.media]) if values]
+        return ("chat", messages, tools, prompt.add_generation_prompt, prompt.continues, *more)
     return ("text", prompt.text) if isinstance(prompt, TextPrompt) else ("tokens", prompt.tokens.hex())
+
+
+def _medium(media: Media) -> tuple[object, ...]:
+    """Of its bytes a digest; where they are in the request, and not how the client wrote them."""
+    data = hashlib.sha256(media.data.encode()).hexdigest()
+    place = (media.message, media.chars)
+    return (media.kind, media.mime_type, data, media.url, media.name, media.detail, *place)
 
 
 def _tool(tool: Tool) -> tuple[object, ...]:

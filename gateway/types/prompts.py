@@ -21,8 +21,9 @@ class Marker:
     """A breakpoint before the prompt is tokens: right after the first `chars` characters of a message's content, or
     behind one of its tool calls, or behind a tool.
 
-    call  number among the message's calls; `chars` says nothing then
-    tool  number among the prompt's tools; `message` and `chars` say nothing then
+    call   number among the message's calls; `chars` says nothing then
+    tool   number among the prompt's tools; `message` and `chars` say nothing then
+    media  of those in the message, how many come before it
 
     Behind a call or a tool means behind the last text in it: what closes it, and has no text, may come after.
     """
@@ -32,6 +33,33 @@ class Marker:
     ttl_s: float
     call: int | None = None
     tool: int | None = None
+    media: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image, a file or a sound right after the first `chars` characters of a message's content. Upstreams of other
+    APIs are given it; engines are not, and no template sees it.
+
+    mime_type  in lower case, without parameters; empty where a URL alone says nothing
+    data       base64 with the standard alphabet and padding; empty where there is a URL, or an uploaded file is named
+    url        http or https
+    name       of a file
+    detail     how closely a model looks at an image, in OpenAI's words; empty: as it likes
+    path       in the client's request, for error messages
+    refusal    what a client is told whose model reads text alone
+    """
+
+    kind: Literal["image", "file", "audio", "video"]
+    path: str
+    refusal: str
+    mime_type: str = ""
+    data: str = ""
+    url: str = ""
+    name: str = ""
+    detail: str = ""
+    message: int = 0
+    chars: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +130,10 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages as the chat template wants them: "role" and "content" (a string), "tool_calls", "name", ..."""
+    """Messages as the chat template wants them: "role" and "content" (a string), "tool_calls", "name", ...
+
+    media  of users and results of tools, in the order of the prompt
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
@@ -111,6 +142,7 @@ class ChatPrompt:
     min_breakpoint_tokens: int = 0  # a marker after fewer is no breakpoint
     continues: bool = False  # the answer goes on with the last message, which is an assistant's
     thoughts: tuple[Thought, ...] = ()  # in their order; none, where the prompt goes to an engine
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

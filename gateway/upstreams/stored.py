@@ -136,7 +136,7 @@ def _ids(name: str, value: Any, path: str) -> Iterator[StoredId]:
         yield from [StoredId(one, f"{path}[{index}]") for index, one in several if isinstance(one, str)]
     elif name in _OBJECTS and isinstance(value, dict):
         value, path = value.get("id"), f"{path}.id"
-    elif name not in _THINGS and not (name in _URIS and isinstance(value, str) and not _is_public(value)):
+    elif name not in _THINGS and not (name in _URIS and isinstance(value, str) and not is_public(value)):
         return
     if isinstance(value, str) and value:
         yield StoredId(value, path)
@@ -158,7 +158,7 @@ def _is_data(name: str, value: Any) -> bool:
     return name in _DATA or (name == "input" and isinstance(value, dict))
 
 
-def _is_public(uri: str) -> bool:
+def is_public(uri: str) -> bool:
     """Whether it is a public URL, and no file of the upstream."""
     try:
         parts = urlsplit(uri)

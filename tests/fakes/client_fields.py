@@ -42,7 +42,12 @@ MORE: Final[Mapping[str, Mapping[str, str]]] = {
         **{name: name for name in ("stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias")},
     },
     "anthropic": {},
-    "gemini": {"grammar": "text/x.enum", "logprobs": "logprobs", "breakpoints": "cachedContent"},
+    "gemini": {
+        "video": "inlineData",
+        "grammar": "text/x.enum",
+        "logprobs": "logprobs",
+        "breakpoints": "cachedContent",
+    },
 }
 """What the gateway takes of a client, and the form of its API has no field for."""
 
@@ -117,6 +122,64 @@ def _calling(**config: Any) -> Json:
 
 def _marked(kind: str, control: str, value: Json) -> Json:
     return {"role": "user", "content": [{"type": kind, "text": "Hi", control: value}]}
+
+
+PNG: Final = "iVBORw0KGgo="
+PDF: Final = "JVBERi0xLjcK"
+PICTURE: Final = "https://example.org/a.png"
+PAPER: Final = "https://example.org/a.pdf"
+_OPENAI_MEDIA: Final[Mapping[str, Json]] = {
+    "image": {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+    "image URL": {"type": "image_url", "image_url": {"url": PICTURE}},
+    "file": {"type": "file", "file": {"filename": "a.pdf", "file_data": f"data:application/pdf;base64,{PDF}"}},
+    "audio": {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+}
+_INPUT_MEDIA: Final[Mapping[str, Json]] = {
+    "image": {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"},
+    "image URL": {"type": "input_image", "image_url": PICTURE},
+    "file": {"type": "input_file", "filename": "a.pdf", "file_data": f"data:application/pdf;base64,{PDF}"},
+    "file URL": {"type": "input_file", "file_url": PAPER},
+}
+_CLAUDE_MEDIA: Final[Mapping[str, Json]] = {
+    "image": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
+    "image URL": {"type": "image", "source": {"type": "url", "url": PICTURE}},
+    "file": {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PDF}},
+    "file URL": {"type": "document", "source": {"type": "url", "url": PAPER}},
+}
+_GEMINI_MEDIA: Final[Mapping[str, Json]] = {
+    "image": {"inlineData": {"mimeType": "image/png", "data": PNG}},
+    "image URL": {"fileData": {"mimeType": "image/png", "fileUri": PICTURE}},
+    "file": {"inlineData": {"mimeType": "application/pdf", "data": PDF}},
+    "file URL": {"fileData": {"mimeType": "application/pdf", "fileUri": PAPER}},
+    "audio": {"inlineData": {"mimeType": "audio/wav", "data": "UklGRg=="}},
+    "video": {"inlineData": {"mimeType": "video/mp4", "data": "AAAA"}},
+}
+MEDIA: Final[Mapping[str, Mapping[str, Json]]] = {
+    "openai": _OPENAI_MEDIA,
+    "responses": _INPUT_MEDIA,
+    "anthropic": _CLAUDE_MEDIA,
+    "gemini": _GEMINI_MEDIA,
+}
+"""Parts of a user's turn."""
+
+
+def with_parts(client: str, *parts: Json) -> Json:
+    """Fields of a body with one turn of a user."""
+    name, of_turn = {"responses": ("input", "content"), "gemini": ("contents", "parts")}.get(
+        client, ("messages", "content")
+    )
+    return {name: [{"role": "user", of_turn: list(parts)}]}
+
+
+def result_with(client: str, *parts: Json) -> Json:
+    """Fields of a body whose last turn is a result with such parts; text of it is "sun" where it is apart."""
+    if client == "responses":
+        return {"input": [_HI, _ITEM_CALL, {"type": "function_call_output", "call_id": "c1", "output": list(parts)}]}
+    if client == "anthropic":
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": list(parts)}
+        return {"messages": [_HI, _USED, {"role": "user", "content": [result]}], "tools": [_claude()]}
+    response = {"name": "f", "response": {"output": "sun"}, "parts": list(parts)}
+    return {"contents": [_CONTENT, _FUNCTION_CALL, {"role": "user", "parts": [{"functionResponse": response}]}]}
 
 
 SAMPLES: Final[Mapping[str, Mapping[str, Json]]] = {
@@ -212,6 +275,10 @@ SAMPLES: Final[Mapping[str, Mapping[str, Json]]] = {
 def sample(client: str, name: str) -> Json:
     """Fields of a body that ask for it."""
     found = SAMPLES[client].get(name)
+    if name == "result image":
+        return result_with(client, MEDIA[client]["image"])
+    if name in MEDIA[client]:
+        return with_parts(client, MEDIA[client][name])
     if found is None:
         field = field_of(client, name)
         found = {field: _PLAIN_OPENAI[field]}
@@ -225,6 +292,8 @@ def without(client: str, name: str) -> Json:
         return {"tools": body["tools"]}
     if name == "strict":
         return sample(client, "tools")
+    if name == "result image":
+        return result_with(client, *([{"type": "input_text", "text": "s"}] if client == "responses" else ()))
     return {}
 
 

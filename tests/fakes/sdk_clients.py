@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,10 @@ from tests.fakes.gemini import gemini
 
 Call = tuple[str, dict[str, Any]]
 CLIENTS: Final = ("openai", "responses", "anthropic", "gemini")
-SYSTEM, QUESTION = "Be brief.", "Hi ✓"
+SYSTEM, QUESTION, REST = "Be brief.", "Hi ✓", "What is it?"
+IMAGE: Final = b"\x89PNG\r\n\x1a\n\xfb\xff\xbe"
+"""Whose base64 the SDK of Gemini writes with `-` and `_`."""
+_BASE64: Final = base64.b64encode(IMAGE).decode()
 PLACES: Final = ({"place": "Oslo ✓"}, {"place": "Rome"})
 """Of two calls at once, earlier in a conversation with tools."""
 RESULTS: Final = ("snow ❄", "sun")
@@ -44,12 +48,14 @@ class Wish:
     tools   two are declared, and the conversation has two calls at once with their results
     forced  get_weather has to be called, strictly by its schema, and once
     schema  the answer follows SCHEMA
+    image   IMAGE is behind the question, and REST behind that; without tools
     """
 
     stream: bool = False
     tools: bool = False
     forced: bool = False
     schema: bool = False
+    image: bool = False
 
 
 @dataclass
@@ -248,10 +254,18 @@ def chat_messages(wish: Wish) -> list[Any]:
             {"role": "tool", "tool_call_id": f"call_{number}", "content": text} for number, text in enumerate(RESULTS)
         ]
         messages += [{"role": "assistant", "content": "In Rome."}]
-    return [*messages, {"role": "user", "content": QUESTION}]
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_BASE64}"}}
+    return [*messages, {"role": "user", "content": _with_image("text", picture) if wish.image else QUESTION}]
+
+
+def _with_image(kind: str, picture: dict[str, Any]) -> list[Any]:
+    return [{"type": kind, "text": QUESTION}, picture, {"type": kind, "text": REST}]
 
 
 def response_items(wish: Wish) -> Any:
+    if wish.image:
+        picture = {"type": "input_image", "image_url": f"data:image/png;base64,{_BASE64}", "detail": "auto"}
+        return [{"role": "user", "content": _with_image("input_text", picture)}]
     if not wish.tools:
         return QUESTION
     called = [
@@ -272,6 +286,9 @@ def response_items(wish: Wish) -> Any:
 
 
 def claude_messages(wish: Wish) -> list[Any]:
+    if wish.image:
+        source = {"type": "base64", "media_type": "image/png", "data": _BASE64}
+        return [{"role": "user", "content": _with_image("text", {"type": "image", "source": source})}]
     if not wish.tools:
         return [{"role": "user", "content": QUESTION}]
     uses = [
@@ -292,6 +309,8 @@ def claude_messages(wish: Wish) -> list[Any]:
 
 
 def gemini_contents(wish: Wish) -> Any:
+    if wish.image:
+        return [QUESTION, google.Part.from_bytes(data=IMAGE, mime_type="image/png"), REST]
     if not wish.tools:
         return QUESTION
     calls = [google.Part(function_call=google.FunctionCall(name="get_weather", args=dict(one))) for one in PLACES]

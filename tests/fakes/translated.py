@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from engine.protocol import Sampling
-from gateway.types import CallDelta, ChatPrompt, FinishReason, Request, Tenant, TextDelta, Tool
+from gateway.types import CallDelta, ChatPrompt, FinishReason, Media, Request, Tenant, TextDelta, Tool
 from gateway.upstreams.translation.base import UNLIMITED, AnswerReader, Delta
 
 Message = dict[str, Any]
@@ -20,7 +20,7 @@ CLOCK = Tool("clock", "The time.")
 
 def chat(*messages: Message, sampling: dict[str, Any] | None = None, **fields: Any) -> Request:
     """`sampling` and `fields` as in Sampling, Request and ChatPrompt."""
-    of_prompt = {name: fields.pop(name) for name in ("markers", "tools", "continues") if name in fields}
+    of_prompt = {name: fields.pop(name) for name in ("markers", "tools", "continues", "media") if name in fields}
     return Request(
         request_id="r",
         tenant=Tenant("t"),
@@ -30,6 +30,14 @@ def chat(*messages: Message, sampling: dict[str, Any] | None = None, **fields: A
         received_s=0.0,
         deadline_s=60.0,
         **fields,
+    )
+
+
+def image(chars: int, message: int = 0, **fields: Any) -> Media:
+    """Behind so many characters of a message."""
+    where = {} if "url" in fields else {"mime_type": "image/png", "data": "iVBO"}
+    return Media(
+        **{"kind": "image", "path": "p", "refusal": "r", "message": message, "chars": chars, **where, **fields}
     )
 
 

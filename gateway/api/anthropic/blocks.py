@@ -6,6 +6,7 @@ Knows no turns and no order; messages.py puts the parts together.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
 
 import orjson
@@ -26,13 +27,18 @@ from gateway.api.fields import (
     text_or,
     unsupported,
 )
+from gateway.api.media import Content, content_of_base64, public_url
 from gateway.errors import BadRequestError
+from gateway.types import Media
 
 MAX_ARGUMENT_DEPTH: Final = 64  # deeper inputs of tools reach the template as text
 
 _string = text()
+_NO_IMAGES: Final = "Images are not supported by this model."
+_NO_FILES: Final = "Only documents of plain text are supported, with a source of type text or content."
+_IMAGES: Final = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _unsupported: Final = {
-    "image": "Images are not supported by this model.",
+    "image": _NO_IMAGES,
     "search_result": "Search results as blocks are not supported: send them as text.",
     "container_upload": "There are no containers to upload to.",
     "server_tool_use": "This server has no tools of its own.",
@@ -50,6 +56,7 @@ class Part(NamedTuple):
     call_id  of a tool_use or tool_result block
     control  its cache_control
     begins   whether it is the first of a message that continues the turn before it
+    media    images and files in it, at their places in the text
     """
 
     kind: Kind
@@ -59,6 +66,14 @@ class Part(NamedTuple):
     call_id: str = ""
     control: Mapping[str, str] | None = None
     begins: bool = False
+    media: tuple[Media, ...] = ()
+
+
+class _Joined(NamedTuple):
+    """What blocks inside of a block have in common."""
+
+    text: str
+    media: tuple[Media, ...] = ()
 
 
 check_control = record("type", type=choice("ephemeral"), ttl=choice("5m", "1h"))
@@ -88,20 +103,26 @@ def _text(block: dict[str, Any], path: str) -> Part:
     return Part("text", path, content, control=block.get("cache_control"))
 
 
+def _image(block: dict[str, Any], path: str) -> Part:
+    media = Media("image", path, _NO_IMAGES, *block["source"])
+    return Part("text", path, control=block.get("cache_control"), media=(media,))
+
+
 def _document(block: dict[str, Any], path: str) -> Part:
-    """Its title, its context and its text, one below the other."""
+    """Its title, its context and its text, one below the other; or a file in the place of the text."""
     if block.get("citations", {}).get("enabled"):
         raise unsupported(f"{path}.citations", "Citations are not supported.")
-    content = "\n".join(found for name in ("title", "context", "source") if (found := block.get(name)))
+    source, control = block["source"], block.get("cache_control")
+    heads = [found for name in ("title", "context") if (found := block.get(name))]
+    if isinstance(source, Content):
+        content = "".join(f"{head}\n" for head in heads)
+        title = block.get("title", "")
+        file = Media("file", f"{path}.source", _NO_FILES, *source, name=title, chars=len(content))
+        return Part("text", path, content, control=control, media=(file,))
+    content = "\n".join([*heads, source] if source else heads)
     if not content or content.isspace():
         raise invalid(path, "the document is empty")
-    return Part("text", path, content, control=block.get("cache_control"))
-
-
-def _no_source(kind: str, path: str) -> BadRequestError | None:
-    if kind not in ("base64", "url", "file"):
-        return None
-    return unsupported(path, "Only documents of plain text are supported, with a source of type text or content.")
+    return Part("text", path, content, control=control)
 
 
 def _tool_use(block: dict[str, Any], path: str) -> Part:
@@ -115,18 +136,31 @@ def _tool_use(block: dict[str, Any], path: str) -> Part:
 
 def _tool_result(block: dict[str, Any], path: str) -> Part:
     """An error is marked as one in the text: templates have no other place for it."""
-    content = block.get("content", "")
+    found, said = block.get("content", ""), ""
+    content, media = (found, ()) if isinstance(found, str) else found
     if block.get("is_error"):
-        content = f"Error: {content}" if content else "Error"
-    return Part("tool_result", path, content, call_id=block["tool_use_id"], control=block.get("cache_control"))
+        said = "Error: " if content else "Error"
+    media = tuple(replace(one, chars=one.chars + len(said)) for one in media)
+    control = block.get("cache_control")
+    return Part("tool_result", path, said + content, call_id=block["tool_use_id"], control=control, media=media)
 
 
-def _joined(parts: list[Part], path: str) -> str:
+def _joined(parts: list[Part], path: str) -> _Joined:
     """Blocks inside of a block are cached together with what is around them."""
+    media, chars = list[Media](), 0
     for part in parts:
         if part.control is not None:
             raise invalid(f"{part.path}.cache_control", "it belongs to the block around this one")
-    return "".join(part.text for part in parts)
+        media += [replace(one, chars=one.chars + chars) for one in part.media]
+        chars += len(part.text)
+    return _Joined("".join(part.text for part in parts), tuple(media))
+
+
+def _bytes_of(*media_types: str) -> Check[Content]:
+    return made(
+        record("media_type", "data", type=_string, media_type=choice(*media_types), data=_string),
+        lambda source, path: content_of_base64(source["data"], source["media_type"], f"{path}.data", path),
+    )
 
 
 _every: Final = {"type": _string, "cache_control": check_control}
@@ -149,7 +183,16 @@ _BLOCKS: Final[dict[str, Check[Part]]] = {
     ),
     "redacted_thinking": made(record("data", type=_string, data=_string), lambda _, path: Part("thinking", path)),
 }
-_source: Final = tagged(
+_elsewhere: Final = {
+    "url": made(
+        record("url", type=_string, url=_string), lambda source, path: public_url(source["url"], f"{path}.url")
+    ),
+    "file": made(record("file_id", type=_string, file_id=_string), lambda *_: Content()),
+}
+_BLOCKS["image"] = made(
+    record("source", source=tagged("type", {"base64": _bytes_of(*_IMAGES), **_elsewhere}), **_every), _image
+)
+_source: Final[Check[str | Content]] = tagged(
     "type",
     {
         "text": made(
@@ -157,11 +200,12 @@ _source: Final = tagged(
             lambda source, _: source["data"],
         ),
         "content": made(
-            record("content", type=_string, content=text_or(made(blocks(1, "text"), _joined))),
+            record("content", type=_string, content=text_or(made(blocks(1, "text"), lambda *of: _joined(*of).text))),
             lambda source, _: source["content"],
         ),
+        "base64": _bytes_of("application/pdf"),
+        **_elsewhere,
     },
-    _no_source,
 )
 _BLOCKS["document"] = made(
     record("source", source=_source, title=_string, context=_string, citations=record(enabled=boolean), **_every),
@@ -171,7 +215,7 @@ _BLOCKS["tool_result"] = made(
     record(
         "tool_use_id",
         tool_use_id=_string,
-        content=text_or(made(blocks(0, "text", "document"), _joined)),
+        content=text_or(made(blocks(0, "text", "document", "image"), _joined)),
         is_error=boolean,
         **_every,
     ),

@@ -146,4 +146,4 @@ def _marker(block: Block, ttl_s: float) -> Marker:
         case "tool_use":
             return Marker(block.message, 0, ttl_s, call=block.settled)
         case _:
-            return Marker(block.message, block.settled, ttl_s)
+            return Marker(block.message, block.settled, ttl_s, media=block.media)

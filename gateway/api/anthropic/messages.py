@@ -11,7 +11,7 @@ as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from gateway.api.anthropic.blocks import Kind, Part, blocks
@@ -26,6 +26,7 @@ from gateway.api.fields import (
     takes,
     text,
 )
+from gateway.types import Media
 
 BETWEEN_TURNS: Final = "\n\n"
 MAX_WORD_CHARS: Final = 64
@@ -49,7 +50,7 @@ def _content(role: str, *kinds: str) -> Check[list[Part]]:
 
 
 _CONTENTS: Final = {
-    "user": _content("user", "text", "document", "tool_result"),
+    "user": _content("user", "text", "document", "image", "tool_result"),
     "assistant": _content("assistant", "text", "tool_use", "thinking", "redacted_thinking"),
     "system": _content("system", "text"),
 }
@@ -65,6 +66,7 @@ class Block(NamedTuple):
     place    characters of its content up to the end of the block; of a call or a tool its number
     settled  the same; of a text with more text behind it, up to its last word: how that becomes tokens depends on what
              follows, which may be another text next time
+    media    of those in the message, how many come before the place
     """
 
     kind: Kind
@@ -73,14 +75,16 @@ class Block(NamedTuple):
     message: int
     place: int
     settled: int
+    media: int = 0
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages for the template, and all blocks in the order of the prompt."""
+    """Messages for the template, and all blocks and media in the order of the prompt."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    media: list[Media] = field(default_factory=list)
     continues: bool = False  # the last message is the beginning of the answer
 
 
@@ -178,8 +182,10 @@ def _user(turn: _Turn, called: Mapping[str, str], conversation: Conversation) ->
                 f"unexpected `tool_use_id` found in `tool_result` blocks: {part.call_id[:64]}. Each `tool_result` "
                 "block must have a corresponding `tool_use` block in the previous message",
             )
-        chars = len(part.text)
-        conversation.blocks.append(Block(part.kind, part.path, part.control, len(conversation.messages), chars, chars))
+        chars, number = len(part.text), len(conversation.messages)
+        block = Block(part.kind, part.path, part.control, number, chars, chars, len(part.media))
+        conversation.blocks.append(block)
+        conversation.media += [replace(one, message=number) for one in part.media]
         message = {"role": "tool", "content": part.text, "tool_call_id": part.call_id, "name": name}
         conversation.messages.append(message)
     texts = turn.parts[num_results:]
@@ -215,7 +221,7 @@ def _add(role: str, parts: Sequence[Part], conversation: Conversation) -> dict[s
     """Adds one message with the texts of these parts, and a block for each of them."""
     number = len(conversation.messages)
     texts: list[str] = []
-    chars = num_calls = 0
+    chars = num_calls = num_media = 0
     last = max((index for index, part in enumerate(parts) if part.kind == "text"), default=-1)
     for index, part in enumerate(parts):
         place = settled = chars
@@ -224,12 +230,15 @@ def _add(role: str, parts: Sequence[Part], conversation: Conversation) -> dict[s
                 texts.append(BETWEEN_TURNS)
                 chars += len(BETWEEN_TURNS)
             texts.append(part.text)
-            settled = chars + (_settled_chars(part.text) if index < last else len(part.text))
+            conversation.media += [replace(one, message=number, chars=chars + one.chars) for one in part.media]
+            num_media += len(part.media)
+            whole = index == last or part.media
+            settled = chars + (len(part.text) if whole else _settled_chars(part.text))
             place = chars = chars + len(part.text)
         if part.kind == "tool_use":
             place, num_calls = num_calls, num_calls + 1
         settled = settled if index < last else place
-        conversation.blocks.append(Block(part.kind, part.path, part.control, number, place, settled))
+        conversation.blocks.append(Block(part.kind, part.path, part.control, number, place, settled, num_media))
     message: dict[str, Any] = {"role": role, "content": "".join(texts)}
     conversation.messages.append(message)
     return message

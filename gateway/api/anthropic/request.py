@@ -121,6 +121,7 @@ def _prompt(values: dict[str, Any], settings: AnthropicSettings, leases: LeaseSe
         tools=tuple(tool.tool for tool in defined),
         min_breakpoint_tokens=settings.min_cache_tokens,
         continues=conversation.continues,
+        media=tuple(conversation.media),
     )
     return prompt, caching
 
@@ -138,6 +139,7 @@ def _prompt_parts(values: dict[str, Any]) -> list[PromptPart]:
         for part in turn.parts:
             kind = f"{turn.role} {part.kind} {part.call_id}"
             content = part.text if part.call is None else json_text(part.call["function"])
+            content += "".join(f"\n{one.url or one.data}" for one in part.media)
             parts.append(PromptPart("messages", part.path, kind, content))
     return parts
 

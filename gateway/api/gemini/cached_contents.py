@@ -39,6 +39,7 @@ from gateway.api.gemini.proto import given, read
 from gateway.api.gemini.request import CachedPrefix, model_name
 from gateway.api.gemini.tools import strict, tool_use
 from gateway.api.gemini.wire import PAGE, duration, duration_s, page, timestamp, timestamp_s
+from gateway.api.media import refusal
 from gateway.api.record import BODY, RECORD, TENANT, kvasir_headers
 from gateway.api.replies import reply_json
 from gateway.config import GeminiSettings
@@ -128,7 +129,9 @@ def marker(values: dict[str, Any], ttl_s: float) -> Marker:
 
 
 def _messages(values: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = to_messages(values.get("systemInstruction"), values.get("contents", ()))
+    messages, media = to_messages(values.get("systemInstruction"), values.get("contents", ()))
+    if media:
+        raise refusal(media[0])
     if not messages:
         raise missing("contents")
     return messages

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
 
 import orjson
@@ -24,6 +25,7 @@ from gateway.api.fields import (
     at_most,
     boolean,
     invalid,
+    missing,
     no_effect,
     refused,
     table,
@@ -33,6 +35,8 @@ from gateway.api.fields import (
     wrong_value,
 )
 from gateway.api.gemini.proto import message, message_schema, read, repeated
+from gateway.api.media import checked_type, content_of_base64, kind_of, public_url, refusal
+from gateway.types import Media
 
 Message = dict[str, Any]
 ROLES: Final = ("user", "model", "function")
@@ -44,15 +48,16 @@ _NO_CODE: Final = "Code is not executed here."
 
 
 class Function(NamedTuple):
-    """A function call, or the response to one. `data` are its arguments, or what it returned."""
+    """A function call, or the response to one. `data` are its arguments, or what it returned, besides `media`."""
 
     kind: Literal["functionCall", "functionResponse"]
     name: str
     data: dict[str, Any]
     id: str | None
+    media: tuple[Media, ...] = ()
 
 
-Part = str | Function
+Part = str | Function | Media
 
 
 class Content(NamedTuple):
@@ -67,13 +72,66 @@ CALL: Final = table(
     used("args", an_object, "object", "Its arguments."),
     used("id", _string, "string", "Names the call; the response with the same one belongs to it."),
 )
+BLOB: Final = table(
+    used("mimeType", _string, "string, required", "Its type, as `image/png`."),
+    used("data", _string, "string, required", "Its bytes in base64."),
+    no_effect("displayName", _string, "string", "Not kept."),
+)
+FILE: Final = table(
+    used("fileUri", _string, "string, required", "Its URL."),
+    used("mimeType", _string, "string", "Its type; without it the URL's ending says it."),
+    no_effect("displayName", _string, "string", "Not kept."),
+)
+
+
+@takes(message_schema(BLOB))
+def _blob(value: Any, path: str) -> Media:
+    fields = read(value, BLOB, path)
+    for name in ("mimeType", "data"):
+        if not fields.get(name):
+            raise missing(f"{path}.{name}")
+    content = content_of_base64(fields["data"], fields["mimeType"], f"{path}.data", f"{path}.mimeType")
+    return Media(kind_of(content.mime_type), path, _refusal(path), *content)
+
+
+@takes(message_schema(FILE))
+def _file(value: Any, path: str) -> Media:
+    fields = read(value, FILE, path)
+    if not fields.get("fileUri"):
+        raise missing(f"{path}.fileUri")
+    content = public_url(fields["fileUri"], f"{path}.fileUri")
+    if not (written := fields.get("mimeType") or content.mime_type):
+        raise missing(f"{path}.mimeType")
+    mime_type = checked_type(written, f"{path}.mimeType")
+    return Media(kind_of(mime_type), path, _refusal(path), mime_type, url=content.url)
+
+
+def _refusal(path: str) -> str:
+    return f"Unsupported field '{path}'. {_NO_MEDIA}"
+
+
+_RESPONSE_PART: Final = table(
+    used("inlineData", _blob, "object: `mimeType`, `data`", "An image or a file, for models of upstreams."),
+    used("fileData", _file, "object: `fileUri`, `mimeType`", "The same by its URL."),
+)
+
+
+@takes(message_schema(_RESPONSE_PART))
+def _response_part(value: Any, path: str) -> Media:
+    fields = list(read(value, _RESPONSE_PART, path).values())
+    if len(fields) != 1:
+        raise invalid(path, "exactly one of inlineData, fileData is expected")
+    media: Media = fields[0]
+    return media
+
+
 RESPONSE: Final = table(
     used("name", _string, "string, required", "Of the function."),
     used("response", an_object, "object", "What it returned; the model reads it as JSON."),
     used("id", _string, "string", "Of the call."),
     no_effect("willContinue", boolean, "boolean", "Every response is complete."),
     no_effect("scheduling", _string, "string", "Nothing is asked while a function runs."),
-    refused("parts", _NO_MEDIA, repeated(anything), "-", []),
+    used("parts", repeated(_response_part), "array", "Images and files that it returned, for models of upstreams."),
 )
 PART: Final = table(
     used("text", _string, "string", "Text."),
@@ -87,13 +145,18 @@ PART: Final = table(
     used("thought", boolean, "boolean", "Such a part of an earlier answer is left out of the prompt."),
     no_effect("thoughtSignature", _string, "string", "Answers carry none."),
     no_effect("partMetadata", an_object, "object", "Not kept."),
-    no_effect("mediaResolution", anything, "object", "There are no media."),
-    refused("inlineData", _NO_MEDIA),
-    refused(
+    no_effect("mediaResolution", anything, "object", "Models of upstreams look as closely as they like."),
+    used(
+        "inlineData",
+        _blob,
+        "object: `mimeType`, `data`; of `user`",
+        "An image, a file or a sound, for models of upstreams; refused for others.",
+    ),
+    used(
         "fileData",
-        "Its text takes the place of such a part, which has nothing else in it; other files are refused.",
-        anything,
-        "object: `fileUri` of a file that was uploaded here and is text",
+        _file,
+        "object: `fileUri`, `mimeType`; of `user`",
+        "A text that was uploaded here, which takes the place of such a part; or a public URL, for upstreams.",
     ),
     refused("videoMetadata", _NO_MEDIA),
     refused("audioTranscription", _NO_MEDIA),
@@ -102,7 +165,7 @@ PART: Final = table(
     refused("toolCall", "There are no tools of the server."),
     refused("toolResponse", "There are no tools of the server."),
 )
-_DATA: Final = ("text", "functionCall", "functionResponse")
+_DATA: Final = ("text", "functionCall", "functionResponse", "inlineData", "fileData")
 
 
 @takes(message_schema(PART))
@@ -119,10 +182,13 @@ def _part(value: Any, path: str) -> Part | None:
         text: str = fields["text"]
         return text
     inner = fields[kind]
+    if kind == "inlineData" or kind == "fileData":
+        media: Media = inner
+        return media
     if not inner.get("name"):
         raise invalid(f"{path}.{kind}.name", "it is missing or empty")
     inside = inner.get("args" if kind == "functionCall" else "response", {})
-    return Function(kind, inner["name"], inside, inner.get("id") or None)
+    return Function(kind, inner["name"], inside, inner.get("id") or None, tuple(inner.get("parts", ())))
 
 
 CONTENT: Final = table(
@@ -143,6 +209,8 @@ def content(value: Any, path: str) -> Content:
     for index, part in enumerate(fields["parts"]):
         if isinstance(part, Function) and (part.kind == "functionCall") != (role == "model"):
             raise invalid(f"{path}.parts[{index}]", f"a content of '{role}' has no such part")
+        if isinstance(part, Media) and role == "model":
+            raise refusal(part)
     return Content(role, tuple(part for part in fields["parts"] if part is not None))
 
 
@@ -155,6 +223,8 @@ def instruction(value: Any, path: str) -> str:
     for index, part in enumerate(parts):
         if isinstance(part, Function):
             raise invalid(f"{path}.parts[{index}]", "a system instruction is text")
+        if isinstance(part, Media):
+            raise refusal(part)
     return "".join(part for part in parts if isinstance(part, str))
 
 
@@ -181,16 +251,25 @@ def _plain(item: Any) -> Content | None:
     return None
 
 
-def to_messages(system: str | None, turns: Iterable[Content]) -> list[Message]:
+class Conversation(NamedTuple):
+    messages: list[Message]
+    media: list[Media]
+
+
+def to_messages(system: str | None, turns: Iterable[Content]) -> Conversation:
     """One conversation."""
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    media: list[Media] = []
     calls = _Calls()
     for turn in turns:
-        (_answer if turn.role == "model" else _question)(messages, turn.parts, calls)
+        if turn.role == "model":
+            _answer(messages, turn.parts, calls)
+        else:
+            _question(messages, media, turn.parts, calls)
     for one in messages:
         if type(one["content"]) is list:
             one["content"] = "".join(one["content"])
-    return messages
+    return Conversation(messages, media)
 
 
 class _Calls:
@@ -229,22 +308,28 @@ def _answer(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> No
     for part in parts:
         if isinstance(part, str):
             message["content"].append(part)
-        else:
+        elif isinstance(part, Function):
             function = {"name": part.name, "arguments": part.data}
             call = {"id": calls.made(part), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
 
 
-def _question(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> None:
-    """Adds a turn of a user: texts that follow each other are one message, as a list, and each response is one."""
+def _question(messages: list[Message], media: list[Media], parts: Sequence[Part], calls: _Calls) -> None:
+    """Adds a turn of a user: texts and media that follow each other are one message, its texts as a list, and each
+    response is one."""
     begin = len(messages)
     for part in parts:
-        if isinstance(part, str):
+        if not isinstance(part, Function):
             if len(messages) == begin or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})
-            messages[-1]["content"].append(part)
+            texts = messages[-1]["content"]
+            if isinstance(part, Media):
+                media.append(replace(part, message=len(messages) - 1, chars=sum(map(len, texts))))
+            else:
+                texts.append(part)
             continue
         tool: Message = {"role": "tool", "content": orjson.dumps(part.data).decode(), "name": part.name}
+        media += [replace(one, message=len(messages), chars=len(tool["content"])) for one in part.media]
         if (name := calls.answered(part)) is not None:
             tool["tool_call_id"] = name
         messages.append(tool)

@@ -70,11 +70,9 @@ def to_call(
         raise invalid("generationConfig.responseMimeType", "together with function calling only text/plain is possible")
     if (n := config.get("candidateCount", 1)) > max_answers:
         raise invalid("generationConfig.candidateCount", f"one request may ask for {max_answers} answers")
-    prompt = ChatPrompt(
-        to_messages(values.get("systemInstruction"), values["contents"]),
-        markers=() if cached is None else (cached.marker,),
-        tools=declared,
-    )
+    messages, media = to_messages(values.get("systemInstruction"), values["contents"])
+    markers = () if cached is None else (cached.marker,)
+    prompt = ChatPrompt(messages, markers=markers, tools=declared, media=tuple(media))
     return Call(
         model=model,
         prompts=(prompt,),

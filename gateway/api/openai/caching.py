@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from gateway.api.fields import choice, closed_record, record, text, wrong_value
+from gateway.api.openai.media import find_media
 from gateway.config import LeaseSettings, duration_s
-from gateway.types import MAX_BREAKPOINTS, Marker
+from gateway.types import MAX_BREAKPOINTS, Marker, Media
 
 _string = text()
 check_options = closed_record(mode=choice("implicit", "explicit"), ttl=_string)
@@ -27,14 +28,16 @@ not allow is the default one here, because it was chosen for another server."""
 class Point(NamedTuple):
     """A breakpoint right after the first `chars` characters of a message.
 
-    ttl   None: the request's
-    path  of the ttl; None for that of a `cache_control`
+    ttl    None: the request's
+    path   of the ttl; None for that of a `cache_control`
+    media  as in Marker
     """
 
     message: int
     chars: int
     ttl: str | None
     path: str | None
+    media: int = 0
 
 
 class Caching(NamedTuple):
@@ -48,51 +51,65 @@ class Caching(NamedTuple):
 NO_BREAKPOINTS: Final = Caching()
 
 
-def join_parts(parts: Sequence[Any], message: int, path: str, points: list[Point]) -> str:
-    """The texts of a message's parts as one. Their breakpoints are added to `points`."""
+class Parts(NamedTuple):
+    """What the messages of a conversation have besides text, in order."""
+
+    points: list[Point]
+    media: list[Media]
+
+
+def join_parts(parts: Sequence[Any], message: int, path: str, found: Parts) -> str:
+    """The texts of a message's parts as one. Its breakpoints and media are added to `found`."""
     texts: list[str] = []
-    chars = 0
+    chars = num_media = 0
     for number, part in enumerate(parts):
-        texts.append(part["refusal"] if part["type"] == "refusal" else part["text"])
-        chars += len(texts[-1])
+        where = f"{path}[{number}]"
+        if (media := find_media(part, where, message, chars)) is not None:
+            found.media.append(media)
+            num_media += 1
+        else:
+            texts.append(part["refusal"] if part["type"] == "refusal" else part["text"])
+            chars += len(texts[-1])
         if (point := part.get("prompt_cache_breakpoint")) is not None:
-            points.append(Point(message, chars, point.get("ttl"), f"{path}[{number}].prompt_cache_breakpoint.ttl"))
+            ttl_path = f"{where}.prompt_cache_breakpoint.ttl"
+            found.points.append(Point(message, chars, point.get("ttl"), ttl_path, num_media))
         elif (control := part.get("cache_control")) is not None:
-            points.append(Point(message, chars, control.get("ttl"), None))
+            found.points.append(Point(message, chars, control.get("ttl"), None, num_media))
     return "".join(texts)
 
 
-def join_messages(messages: Sequence[dict[str, Any]]) -> list[Point]:
-    """Makes one text of the content of each message of a chat. Returns their breakpoints, in order."""
-    points: list[Point] = []
+def join_messages(messages: Sequence[dict[str, Any]]) -> Parts:
+    """Makes one text of the content of each message of a chat. Returns what else they have."""
+    found = Parts([], [])
     for index, message in enumerate(messages):
-        content = message["content"]
+        content, before = message["content"], len(found.media)
         if type(content) is list:
-            content = message["content"] = join_parts(content, index, f"messages[{index}].content", points)
-        control = message.pop("cache_control", None)
-        if content and control is not None:
-            points.append(Point(index, len(content), control.get("ttl"), None))
-    return points
+            content = message["content"] = join_parts(content, index, f"messages[{index}].content", found)
+        control, num_media = message.pop("cache_control", None), len(found.media) - before
+        if (content or num_media) and control is not None:
+            found.points.append(Point(index, len(content), control.get("ttl"), None, num_media))
+    return found
 
 
-def place_markers(
-    messages: Sequence[Any], points: Sequence[Point], options: dict[str, Any], leases: LeaseSettings
-) -> Caching:
-    """`points` of the joined messages, in order. Raises BadRequestError for a ttl that the operator does not allow."""
+def place_markers(messages: Sequence[Any], found: Parts, options: dict[str, Any], leases: LeaseSettings) -> Caching:
+    """`found` in the joined messages. Raises BadRequestError for a ttl that the operator does not allow."""
+    points, media = found
     if not options and not points:
         return NO_BREAKPOINTS
     asked = options.get("ttl")
     # The operator's own default need not be among the lifetimes that clients may ask for.
     ttl_s = duration_s(leases.default_ttl) if asked is None else _ttl_s(asked, "prompt_cache_options.ttl", leases)
     explicit = []
-    for message, chars, ttl, path in points:
+    for message, chars, ttl, path, num_media in points:
         takes_default = ttl is None or (path is None and ttl not in leases.ttls)
-        explicit.append(Marker(message, chars, ttl_s if takes_default else _ttl_s(ttl or "", path or "", leases)))
+        own_s = ttl_s if takes_default else _ttl_s(ttl or "", path or "", leases)
+        explicit.append(Marker(message, chars, own_s, media=num_media))
     if options.get("mode") == "explicit":
         return Caching(tuple(explicit[-MAX_BREAKPOINTS:]), use_cache=bool(explicit), only_leased=True)
     markers = explicit[1 - MAX_BREAKPOINTS :]
     if asked is not None and (index := _latest_eligible(messages)) is not None:
-        markers.append(Marker(index, len(messages[index]["content"]), ttl_s))
+        num_media = sum(one.message == index for one in media)
+        markers.append(Marker(index, len(messages[index]["content"]), ttl_s, media=num_media))
     return Caching(tuple(markers))
 
 

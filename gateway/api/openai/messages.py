@@ -14,9 +14,10 @@ import orjson
 from gateway.api.body import deeper_than
 from gateway.api.fields import Check, anything, array_of, made, missing, record, tagged, takes, text, text_or
 from gateway.api.openai.caching import check_breakpoint, check_control
+from gateway.api.openai.media import chat_media
 from gateway.api.openai.tools import arguments_of
 from gateway.api.structure import count_structure
-from gateway.errors import BadRequestError, UnsupportedError
+from gateway.errors import UnsupportedError
 
 MAX_ARGUMENT_DEPTH = 64  # deeper tool arguments in the history reach the template as text
 MAX_ARGUMENT_VALUES = 200_000
@@ -28,25 +29,13 @@ _AS_THEY_ARE = ("user", "assistant", "system")
 Message = dict[str, Any]
 
 _string = text()
-_MEDIA: Final = {
-    **dict.fromkeys(("image_url", "input_image"), "Images"),
-    **dict.fromkeys(("file", "input_file"), "Files"),
-    "input_audio": "Audio",
-}
-
-
-def no_media(kind: str, path: str) -> BadRequestError | None:
-    """The error for a part of a chat or a response that is no text; None for a type that does not exist."""
-    if kind not in _MEDIA:
-        return None
-    return UnsupportedError(f"{_MEDIA[kind]} are not supported by this model.", param=f"{path}.type")
 
 
 def _content(*kinds: str, user: bool = False) -> Check[str | list[dict[str, Any]]]:
     """A string, or parts of these kinds, which caching.py joins."""
     marks = {"type": _string, "prompt_cache_breakpoint": check_breakpoint, "cache_control": check_control}
     parts = {kind: record(kind, **{kind: _string}, **marks) for kind in kinds}
-    part = tagged("type", parts, no_media) if user else tagged("type", parts)
+    part = tagged("type", parts | chat_media(**marks) if user else parts)
     return text_or(array_of(part, 1, what="a string or an array of objects"))
 
 
@@ -138,7 +127,7 @@ def _with_arguments(messages: list[Message], path: str) -> list[Message]:
 parse_messages: Final = made(
     array_of(Check(_any_message, _message.schema), 1, what="an array of objects"), _with_arguments
 )
-"""Raises BadRequestError with the path of what is wrong, UnsupportedError for images, audio and files."""
+"""Raises BadRequestError with the path of what is wrong, UnsupportedError for what is not carried out."""
 
 
 def read_arguments(messages: Iterable[Message]) -> None:

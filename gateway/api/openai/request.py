@@ -39,11 +39,12 @@ def parse_chat(body: dict[str, Any], leases: LeaseSettings) -> Call:
     if values.get("top_logprobs") and not values.get("logprobs"):
         raise invalid("top_logprobs", "it is only allowed when 'logprobs' is true")
     messages: list[dict[str, Any]] = values["messages"]
-    caching = place_markers(messages, join_messages(messages), values.get("prompt_cache_options", {}), leases)
+    found = join_messages(messages)
+    caching = place_markers(messages, found, values.get("prompt_cache_options", {}), leases)
     tools, use = read_chat_tools(values)
     return read_call(
         values,
-        (ChatPrompt(messages, markers=caching.markers, tools=tools),),
+        (ChatPrompt(messages, markers=caching.markers, tools=tools, media=tuple(found.media)),),
         "messages",
         max_tokens=values.get("max_completion_tokens", values.get("max_tokens", 0)),
         logprobs=values.get("top_logprobs", 0) if values.get("logprobs") else None,

@@ -9,6 +9,7 @@
                      quarter of the limit to the answer. Left out where the API does not take it: with a forced tool,
                      behind calls that were made without a thought, and where less than MIN_BUDGET is left
     cache_control    from the breakpoints, 5 minutes or an hour; at most 4, and none of an hour behind one of 5 minutes
+    media            images, PDFs, and files of text as bytes; names are titles. How closely to look cannot be said
 
 Thoughts of earlier turns are left out: the API takes them back only with its own signature.
 """
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import orjson
 
 from engine.protocol import Sampling
 from gateway.errors import BadRequestError, UpstreamRefusedError
-from gateway.types import MAX_BREAKPOINTS, CallDelta, ChatPrompt, Constraint, Marker, Request, TextDelta, ToolUse
+from gateway.types import MAX_BREAKPOINTS, CallDelta, ChatPrompt, Constraint, Marker, Media, Request, TextDelta, ToolUse
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
@@ -36,10 +38,13 @@ from gateway.upstreams.translation.base import (
     call_id,
     chat_of,
     lacks,
+    lacks_media,
+    media_of,
     num_instructions,
     refusal,
     results_of,
     string_of,
+    text_in,
     text_of,
 )
 from gateway.upstreams.translation.thoughts import BUDGETS, budget_of, effort_of, thoughts_of
@@ -69,6 +74,8 @@ _STATUS: Final = {
     "timeout_error": 504,
     "overloaded_error": 529,
 }
+_IMAGES: Final = ("image/jpeg", "image/png", "image/gif", "image/webp")
+_PDF: Final = "application/pdf"
 _CUT: Final = ("max_tokens", "model_context_window_exceeded")
 
 Block = dict[str, Any]
@@ -84,6 +91,11 @@ class AnthropicMessages(Form):
         "calls": Field("tool_use"),
         "results": Field("tool_result"),
         "names": LEFT_OUT,
+        "image": Field("image"),
+        "image URL": Field("image"),
+        "file": Field("document"),
+        "file URL": Field("document"),
+        "result image": Field("image"),
         "tools": Field("tools"),
         "tool_choice": Field("tool_choice"),
         "one call": Field("disable_parallel_tool_use"),
@@ -134,16 +146,17 @@ class AnthropicMessages(Form):
 def _conversation(chat: ChatPrompt) -> tuple[list[Block], list[Block]]:
     """The blocks of `system`, and the turns."""
     instructions, results = num_instructions(chat.messages), results_of(chat.messages)
-    in_messages = [marker for marker in chat.markers if marker.tool is None]
+    in_messages, media = [marker for marker in chat.markers if marker.tool is None], media_of(chat)
     system: list[Block] = []
     turns: list[Block] = []
     for at, message in enumerate(chat.messages):
         text, marked = text_of(message), [one for one in in_messages if one.message == at]
         if at in results:
-            block = {"type": "tool_result", "tool_use_id": _id(results[at][0]), "content": text}
+            content = _content(text, media[at], ()) if at in media else text
+            block = {"type": "tool_result", "tool_use_id": _id(results[at][0]), "content": content}
             blocks = [block | _control(marked)]
         else:
-            blocks = _texts(text, marked)
+            blocks = _content(text, media.get(at, ()), marked)
             if "tool_calls" in message:
                 blocks += _calls(message, at, marked)
         if at < instructions:
@@ -156,6 +169,37 @@ def _conversation(chat: ChatPrompt) -> tuple[list[Block], list[Block]]:
     for turn in turns if results else ():
         turn["content"].sort(key=lambda block: block["type"] != "tool_result")
     return system, turns
+
+
+def _content(text: str, media: Sequence[Media], marked: Sequence[Marker]) -> list[Block]:
+    """Texts and media in their order. A mark is on what it is behind."""
+    blocks, start = list[Block](), 0
+    for number in range(len(media) + 1):
+        end = media[number].chars if number < len(media) else len(text)
+        here = [one for one in marked if one.call is None and one.media == number] if media else marked
+        if number:
+            blocks.append(_medium(media[number - 1]) | _control([one for one in here if one.chars == start]))
+        in_text = [replace(one, chars=one.chars - start) for one in here if one.chars > start] if start else here
+        blocks += _texts(text[start:end], in_text)
+        start = end
+    return blocks
+
+
+def _medium(media: Media) -> Block:
+    title = {"title": media.name} if media.name else {}
+    if media.kind == "image" and (media.mime_type in _IMAGES or (media.url and not media.mime_type)):
+        return {"type": "image", "source": _source(media)}
+    if media.kind == "file" and media.mime_type in (_PDF, "") and (media.data or media.url):
+        return {"type": "document", "source": _source(media), **title}
+    if (text := text_in(media)) is not None and text.strip():
+        return {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": text}, **title}
+    raise lacks_media(_API, media)
+
+
+def _source(media: Media) -> Block:
+    if media.url:
+        return {"type": "url", "url": media.url}
+    return {"type": "base64", "media_type": media.mime_type, "data": media.data}
 
 
 def _texts(text: str, marked: Sequence[Marker]) -> list[Block]:

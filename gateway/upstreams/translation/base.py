@@ -13,10 +13,12 @@ refuse any temperature, even their own.
 
 from __future__ import annotations
 
+import base64
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from mimetypes import MimeTypes
 from typing import Any, ClassVar, Final, NamedTuple
 
 import orjson
@@ -29,6 +31,7 @@ from gateway.types import (
     ChatPrompt,
     Constraint,
     FinishReason,
+    Media,
     Request,
     TextDelta,
     Tool,
@@ -128,6 +131,7 @@ UNLIMITED: Final = 1 << 30
 MAX_ERROR_CHARS: Final = 2_000
 """Of what an upstream says is wrong, as clients are told."""
 
+_TYPES: Final = MimeTypes()
 _MAX_DEPTH: Final = 64
 """Of objects inside of a request; parsers of several APIs stop at a hundred levels."""
 
@@ -167,6 +171,13 @@ FIELDS: Final[Mapping[str, str]] = {
     "calls": "",
     "results": "",
     "names": "",
+    "image": "images",
+    "image URL": "images by URL",
+    "file": "files",
+    "file URL": "files by URL",
+    "audio": "sounds",
+    "video": "films",
+    "result image": "images and files in results of tools",
     "tools": "tools",
     "tool_choice": "choice of tools",
     "one call": "limit of one call",
@@ -216,12 +227,20 @@ def _asked(request: Request, chat: ChatPrompt) -> Iterator[tuple[str, Any, str |
         yield kind if kind in FIELDS else "grammar", True, constraint.param
     if chat.markers:
         yield "breakpoints", True, None
+    for media in chat.media:
+        yield from _asked_of_media(media, chat.messages[media.message])
 
 
 def kind_of(constraint: Constraint) -> GrammarKind:
     """A schema that any object validates against is JSON mode, which the APIs have a field for."""
     grammar = constraint.grammar
     return "json_object" if grammar.kind == "json_schema" and grammar.text in _ANY_OBJECT else grammar.kind
+
+
+def _asked_of_media(media: Media, message: Mapping[str, Any]) -> Iterator[tuple[str, Any, str | None]]:
+    if message["role"] == "tool":
+        yield "result image", True, media.path
+    yield f"{media.kind} URL" if media.url and media.kind in ("image", "file") else media.kind, True, media.path
 
 
 def _asked_of_tools(tools: Sequence[Tool], use: ToolUse | None) -> Iterator[tuple[str, Any, str | None]]:
@@ -309,6 +328,60 @@ def num_instructions(messages: Sequence[Mapping[str, Any]]) -> int:
 def text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(content)
+
+
+Place = tuple[int, int]
+"""In a message: characters of its text, and how many of its media come before."""
+
+
+def media_of(chat: ChatPrompt) -> dict[int, list[Media]]:
+    """Number of each message that has some -> what it has, in order."""
+    found: dict[int, list[Media]] = {}
+    for one in chat.media:
+        found.setdefault(one.message, []).append(one)
+    return found
+
+
+def pieces(text: str, media: Sequence[Media], cuts: Collection[Place] = ()) -> Iterator[tuple[str | Media, Place]]:
+    """The content of a message in order, and where each piece of it ends. Texts are cut at these places, too; none of
+    them is empty."""
+    start = 0
+    for number in range(len(media) + 1):
+        end = media[number].chars if number < len(media) else len(text)
+        for chars in [*sorted(chars for chars, before in cuts if before == number and start < chars < end), end]:
+            if chars > start:
+                yield text[start:chars], (chars, number)
+            start = chars
+        if number < len(media):
+            yield media[number], (end, number + 1)
+
+
+def data_url(media: Media) -> str:
+    return f"data:{media.mime_type};base64,{media.data}"
+
+
+def file_name(media: Media) -> str:
+    """One that tells its type, where it has none."""
+    return media.name or f"file{_TYPES.guess_extension(media.mime_type) or ''}"
+
+
+def text_in(media: Media) -> str | None:
+    """The text that a file is; None for any other."""
+    if not media.data or not media.mime_type.startswith("text/"):
+        return None
+    try:
+        return base64.b64decode(media.data).decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def lacks_media(api: str, media: Media, *, in_result: bool = False) -> UnsupportedError:
+    """Of a type, or in a form, that the API does not have."""
+    if not media.data and not media.url:
+        return lacks(api, "file of this id: send its bytes", media.path)
+    what = f"{media.kind} of type {media.mime_type}" if media.mime_type else media.kind
+    form = f"{what} by URL" if media.url else what
+    return lacks(api, f"{form}{' in results of tools' if in_result else ''}", media.path)
 
 
 def string_of(value: Any) -> str:

@@ -7,6 +7,8 @@
     toolConfig           AUTO, ANY or NONE; VALIDATED where tools are strict, or the model may call some of them only
     thinkingConfig       a budget for 2.5 and for a number of tokens, else a level; left out where no model thinks
     candidates           one; thoughts are left out. The API has no field for one call at most: others are left out
+    media                as bytes, and in a user's turn by public URL as well. Names of files are left out, and how
+                         closely to look at an image
 
 Calls of earlier turns have no signature of the model's thoughts here, which newer models refuse, unless it is the one
 that the API documents for conversations with other models.
@@ -15,7 +17,7 @@ that the API documents for conversations with other models.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -28,12 +30,14 @@ from gateway.types import (
     ChatPrompt,
     Constraint,
     FinishReason,
+    Media,
     Request,
     TextDelta,
     Thinking,
     Tool,
     ToolUse,
 )
+from gateway.upstreams.stored import is_public
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
@@ -47,8 +51,11 @@ from gateway.upstreams.translation.base import (
     chat_of,
     kind_of,
     lacks,
+    lacks_media,
+    media_of,
     num_instructions,
     object_of,
+    pieces,
     refusal,
     results_of,
     string_of,
@@ -67,6 +74,9 @@ _API: Final = "Gemini generateContent"
 _NEVER_THINKS: Final = re.compile(r"(.*/)?(gemini-(1|2\.0)|gemma|learnlm)")
 _HAS_BUDGET: Final = re.compile(r"(.*/)?gemini-2")
 _NO_SIGNATURE: Final = "skip_thought_signature_validator"
+_IMAGES: Final = ("image/png", "image/jpeg", "image/webp", "image/heic", "image/heif")
+_SOUNDS: Final = re.compile(r"audio/(wav|x-wav|mp3|mpeg|aiff|aac|ogg|flac|mp4|webm)")
+_FILES: Final = re.compile(r"application/(pdf|json|x-javascript|x-python)|text/.+")
 _FAILED: Final = frozenset(
     ("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CALLS", "MALFORMED_RESPONSE")
 )
@@ -85,6 +95,12 @@ class GeminiGenerate(Form):
         "calls": Field("functionCall"),
         "results": Field("functionResponse"),
         "names": LEFT_OUT,
+        "image": Field("inlineData"),
+        "image URL": Field("fileData"),
+        "file": Field("inlineData"),
+        "file URL": Field("fileData"),
+        "audio": Field("inlineData"),
+        "result image": Field("inlineData"),
         "tools": Field("functionDeclarations"),
         "tool_choice": Field("functionCallingConfig"),
         "one call": LEFT_OUT,
@@ -141,41 +157,56 @@ class GeminiGenerate(Form):
 
 
 def _cut(chat: ChatPrompt) -> tuple[ChatPrompt, dict[int, float]]:
-    """Texts of a user as several messages, which end where they are marked; and messages that end at a marker, with
+    """Turns of a user as several messages, which end where they are marked; and messages that end at a marker, with
     its seconds. The last tool stands for the message before the first."""
     if not chat.markers:
         return chat, {}
     messages: list[dict[str, Any]] = []
+    media: list[Media] = []
     marked: dict[int, float] = {}
-    own = [(marker.message, marker.chars, marker.ttl_s, marker.call) for marker in chat.markers if marker.tool is None]
+    own = [marker for marker in chat.markers if marker.tool is None]
+    by_message = media_of(chat)
     if any(marker.tool == len(chat.tools) - 1 for marker in chat.markers):
         marked[-1] = max(marker.ttl_s for marker in chat.markers if marker.tool is not None)
     for number, message in enumerate(chat.messages):
         text, calls, start = text_of(message), message.get("tool_calls") or (), 0
-        for _, chars, ttl_s, call in sorted((one for one in own if one[0] == number), key=lambda one: one[1]):
-            if call == len(calls) - 1 if calls else not text[chars:].strip():
-                marked[len(messages)] = max(ttl_s, marked.get(len(messages), 0.0))
-            elif message["role"] == "user" and text[start:chars].strip():
-                marked[len(messages)] = ttl_s
-                messages.append({**message, "content": text[start:chars]})
-                start = chars
+        left = by_message.get(number, [])
+        num_media, done = len(left), 0
+        for one in sorted((one for one in own if one.message == number), key=lambda one: (one.chars, one.media)):
+            at_end = not text[one.chars :].strip() and one.media >= num_media
+            if one.call == len(calls) - 1 if calls else at_end:
+                marked[len(messages)] = max(one.ttl_s, marked.get(len(messages), 0.0))
+            elif message["role"] == "user" and (text[start : one.chars].strip() or one.media > done):
+                marked[len(messages)] = one.ttl_s
+                media += _moved(left[: one.media - done], len(messages), start)
+                left, done = left[one.media - done :], one.media
+                messages.append({**message, "content": text[start : one.chars]})
+                start = one.chars
+        media += _moved(left, len(messages), start)
         messages.append({**message, "content": text[start:]} if start else message)
-    return replace(chat, messages=messages), marked
+    return replace(chat, messages=messages, media=tuple(media)), marked
+
+
+def _moved(media: Sequence[Media], message: int, start: int) -> list[Media]:
+    """Into a message that begins so many characters later."""
+    return [replace(one, message=message, chars=one.chars - start) for one in media]
 
 
 def _conversation(chat: ChatPrompt, marked: Collection[int]) -> tuple[list[Fields], list[Fields], list[int]]:
     """The parts of the instruction, the contents, and the last message of each of these. A content ends with a text of
     the user that is `marked`, unless results follow, which belong to one."""
-    instructions, results = num_instructions(chat.messages), results_of(chat.messages)
+    instructions, results, media = num_instructions(chat.messages), results_of(chat.messages), media_of(chat)
     instruction: list[Fields] = []
     contents: list[Fields] = []
     ends: list[int] = []
     for at, message in enumerate(chat.messages):
         text = text_of(message)
-        parts: list[Fields] = [{"text": text}] if text else []
+        parts = [_part(piece) for piece, _ in pieces(text, media.get(at, ()))]
         if at in results:
             one, name = results[at]
             response: Fields = {"name": name, "response": _response(text)}
+            if at in media:
+                response["parts"] = [_part(part, in_result=True) for part in media[at]]
             parts = [{"functionResponse": {"id": one, **response} if one else response}]
         for number, call in enumerate(message.get("tool_calls") or ()):
             named = {"id": call_id(call, at, number), "name": call["function"]["name"], "args": arguments_of(call)}
@@ -194,6 +225,20 @@ def _conversation(chat: ChatPrompt, marked: Collection[int]) -> tuple[list[Field
     for content in contents if results else ():
         content["parts"].sort(key=lambda part: "functionResponse" not in part)
     return instruction, contents, ends
+
+
+def _part(part: str | Media, *, in_result: bool = False) -> Fields:
+    """A function response has its media as bytes, and apart from its text."""
+    if isinstance(part, str):
+        return {"text": part}
+    mime_type = part.mime_type
+    known = mime_type in _IMAGES or _FILES.fullmatch(mime_type) or _SOUNDS.fullmatch(mime_type)
+    if known and part.data:
+        return {"inlineData": {"mimeType": mime_type, "data": part.data}}
+    # Addresses of its own are files of whoever has uploaded them.
+    if known and not in_result and is_public(part.url):
+        return {"fileData": {"mimeType": mime_type, "fileUri": part.url}}
+    raise lacks_media(_API, part, in_result=in_result)
 
 
 def _response(text: str) -> Fields:

@@ -1,6 +1,6 @@
 """The caching hints of a request as OpenAI's APIs have them. Pure.
 
-    prompt_cache_breakpoint   gpt-5.6 and later: at the end of each marked text, for 30 minutes or 12 hours, and no
+    prompt_cache_breakpoint   gpt-5.6 and later: at the end of each marked part, for 30 minutes or 12 hours, and no
                               implicit one beside them
     prompt_cache_key          all models of OpenAI: of the client's own key, or of how a marked prompt begins, and of
                               the scope that shares it; tenants behind one key of an upstream share nothing by chance
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from gateway.digests import feed
-from gateway.types import ChatPrompt, Marker, Request
-from gateway.upstreams.translation.base import num_instructions, text_of
+from gateway.types import ChatPrompt, Marker, Media, Request
+from gateway.upstreams.translation.base import Place, num_instructions, pieces, text_of
 
 OPENAI: Final = re.compile(r"(openai/|ft:)?(gpt-\d|chatgpt-|chat-latest|codex-|o\d)")
 _NUMBERED: Final = re.compile(r"(?:openai/|ft:)?gpt-(\d+)(?:\.(\d+))?")
@@ -27,8 +27,8 @@ _LONG_FROM_S: Final = (1800 + 43_200) / 2
 """Times to live from here on are nearer to 12 hours than to 30 minutes."""
 
 Json = dict[str, Any]
-Marks = dict[int, dict[int, float]]
-"""Number of a message -> characters of its text, up to which a prefix is cached -> seconds."""
+Marks = dict[int, dict[Place, float]]
+"""Number of a message -> place in it, up to which a prefix is cached -> seconds."""
 
 
 def takes_breakpoints(model: str) -> bool:
@@ -41,36 +41,44 @@ def marks_of(chat: ChatPrompt, model: str, roles: Collection[str]) -> Marks:
     marked."""
     marks: Marks = {}
     for marker in chat.markers if takes_breakpoints(model) else ():
-        message, chars = _end(chat, marker)
-        while message >= 0 and (chars <= 0 or chat.messages[message]["role"] not in roles):
+        message, place = _end(chat, marker)
+        while message >= 0 and (place <= (0, 0) or chat.messages[message]["role"] not in roles):
             message -= 1
-            chars = len(text_of(chat.messages[message])) if message >= 0 else 0
+            place = _whole(chat, message)
         if message >= 0:
             own = marks.setdefault(message, {})
-            own[chars] = max(marker.ttl_s, own.get(chars, 0.0))
+            own[place] = max(marker.ttl_s, own.get(place, 0.0))
     return marks
 
 
-def _end(chat: ChatPrompt, marker: Marker) -> tuple[int, int]:
-    """Message and characters. A tool is marked with the instructions behind it, which are the next text."""
+def _end(chat: ChatPrompt, marker: Marker) -> tuple[int, Place]:
+    """Message and place. A tool is marked with the instructions behind it, which are the next text."""
     if marker.tool is not None:
         message = num_instructions(chat.messages) - 1
     elif marker.call is None:
-        return marker.message, marker.chars
+        return marker.message, (marker.chars, marker.media)
     else:
         message = marker.message
-    return message, len(text_of(chat.messages[message])) if message >= 0 else 0
+    return message, _whole(chat, message)
 
 
-def parts(text: str, marks: Mapping[int, float], kind: str) -> list[Json]:
-    """A text in parts of this type that end where it is marked."""
-    written: list[Json] = []
-    start = 0
-    for end, ttl_s in sorted(marks.items()):
-        point = {"mode": "explicit"} | ({"ttl": "12h"} if ttl_s >= _LONG_FROM_S else {})
-        written.append({"type": kind, "text": text[start:end], "prompt_cache_breakpoint": point})
-        start = end
-    return [*written, {"type": kind, "text": text[start:]}] if text[start:] else written
+def _whole(chat: ChatPrompt, message: int) -> Place:
+    if message < 0:
+        return 0, 0
+    return len(text_of(chat.messages[message])), sum(one.message == message for one in chat.media)
+
+
+def parts(
+    text: str, media: Sequence[Media], marks: Mapping[Place, float], write: Callable[[str | Media], Json]
+) -> list[Json]:
+    """The content of a message in parts that end where it is marked, each written so."""
+    return [write(piece) | _point(marks.get(place)) for piece, place in pieces(text, media, marks)]
+
+
+def _point(ttl_s: float | None) -> Json:
+    if ttl_s is None:
+        return {}
+    return {"prompt_cache_breakpoint": {"mode": "explicit"} | ({"ttl": "12h"} if ttl_s >= _LONG_FROM_S else {})}
 
 
 def options_of(request: Request, chat: ChatPrompt, model: str, marks: Marks) -> Json:

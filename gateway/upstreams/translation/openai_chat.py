@@ -7,6 +7,7 @@
                      `allowed_tools`
     reasoning_effort left out for OpenAI's own models that do not think, and refuse it
     response_format  strict where OpenAI takes the schema as strict; else OpenAI, unlike vLLM, only tries to follow it
+    media            of users alone: images, PDFs as bytes, WAV and MP3; a file of text is a text
 
 Thoughts of earlier turns are left out, as OpenAI has no field for them.
 """
@@ -22,7 +23,7 @@ from typing import Any, ClassVar, Final
 import orjson
 
 from gateway.errors import UpstreamRefusedError
-from gateway.types import CallDelta, ChatPrompt, Constraint, Request, ScoredToken, Spelled, TextDelta, ToolUse
+from gateway.types import CallDelta, ChatPrompt, Constraint, Media, Request, ScoredToken, Spelled, TextDelta, ToolUse
 from gateway.upstreams.translation.base import (
     AnswerReader,
     Delta,
@@ -33,9 +34,14 @@ from gateway.upstreams.translation.base import (
     arguments_text,
     call_id,
     chat_of,
+    data_url,
+    file_name,
     kind_of,
     lacks,
+    lacks_media,
+    media_of,
     results_of,
+    text_in,
     text_of,
 )
 from gateway.upstreams.translation.openai_caching import OPENAI, Marks, marks_of, options_of, parts
@@ -43,11 +49,16 @@ from gateway.upstreams.translation.thoughts import effort_of
 
 MAX_STOPS: Final = 4
 MAX_ERROR_CHARS: Final = 2_000
+IMAGES: Final = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 _API: Final = "OpenAI chat completions"
 _MARKABLE: Final = ("system", "user", "assistant", "tool")
 _THINKS: Final = re.compile(r"(openai/|ft:)?(o\d|codex-|gpt-([5-9]|\d\d)(?!.*-chat))")
 """Models of OpenAI that think."""
+_SOUNDS: Final = {
+    **dict.fromkeys(("audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave"), "wav"),
+    **dict.fromkeys(("audio/mpeg", "audio/mp3"), "mp3"),
+}
 _OBJECT: Final = {"type": "object", "properties": {}}
 _NO_ARGUMENTS: Final = {**_OBJECT, "additionalProperties": False}
 _NEVER_STRICT: Final = frozenset(("allOf", "oneOf", "not", "if", "then", "else", "patternProperties"))
@@ -75,6 +86,10 @@ class OpenAIChat(Form):
         "calls": Field("tool_calls"),
         "results": Field("tool"),
         "names": Field("name"),
+        "image": Field("image_url"),
+        "image URL": Field("image_url"),
+        "file": Field("file"),
+        "audio": Field("input_audio"),
         "tools": Field("tools"),
         "tool_choice": Field("tool_choice"),
         "one call": Field("parallel_tool_calls"),
@@ -134,12 +149,13 @@ def results_first(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _messages(chat: ChatPrompt, marks: Marks) -> list[Json]:
-    results = results_of(chat.messages)
+    results, media = results_of(chat.messages), media_of(chat)
     written = []
     for at in results_first(chat.messages):
-        message = chat.messages[at]
+        message, own = chat.messages[at], media.get(at, ())
         text = text_of(message)
-        one: Json = {"role": message["role"], "content": parts(text, marks[at], "text") if at in marks else text}
+        content = parts(text, own, marks.get(at, {}), _part) if own or at in marks else text
+        one: Json = {"role": message["role"], "content": content}
         if at in results:
             one["tool_call_id"] = results[at][0]
         elif message.get("name"):
@@ -156,6 +172,28 @@ def _messages(chat: ChatPrompt, marks: Marks) -> list[Json]:
             ]
         written.append(one)
     return written
+
+
+def _part(part: str | Media) -> Json:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if part.kind == "image":
+        detail = {"detail": part.detail} if part.detail else {}
+        return {"type": "image_url", "image_url": {"url": image_url(part, _API), **detail}}
+    if part.data and part.mime_type == "application/pdf":
+        return {"type": "file", "file": {"filename": file_name(part), "file_data": data_url(part)}}
+    if part.data and part.mime_type in _SOUNDS:
+        return {"type": "input_audio", "input_audio": {"data": part.data, "format": _SOUNDS[part.mime_type]}}
+    if (text := text_in(part)) is not None:
+        return {"type": "text", "text": text}
+    raise lacks_media(_API, part)
+
+
+def image_url(image: Media, api: str) -> str:
+    """Raises UnsupportedError for a type that OpenAI does not take, and for an uploaded file."""
+    if image.mime_type in IMAGES or (image.url and not image.mime_type):
+        return image.url or data_url(image)
+    raise lacks_media(api, image)
 
 
 def _tools(chat: ChatPrompt, use: ToolUse | None) -> Json:

@@ -5,6 +5,7 @@
     input         messages, and calls and results as items of their own, results right behind their calls
     strict        is always said of a tool: this API takes one that does not say it as strict
     store         false: the upstream keeps nothing
+    media         images, and files of all kinds, by URL as well; of users and results of tools
     prewarm       computes the prompt and answers nothing, as the request's own does
 
 Names of messages and thoughts of earlier turns are left out: the API takes thoughts back only as it encrypted them.
@@ -12,10 +13,11 @@ Names of messages and thoughts of earlier turns are left out: the API takes thou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
-from gateway.types import CallDelta, ChatPrompt, Constraint, Request, TextDelta, Thinking, ToolUse
+from gateway.types import CallDelta, ChatPrompt, Constraint, Media, Request, TextDelta, Thinking, ToolUse
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
@@ -27,7 +29,11 @@ from gateway.upstreams.translation.base import (
     arguments_text,
     call_id,
     chat_of,
+    data_url,
+    file_name,
     kind_of,
+    lacks_media,
+    media_of,
     num_instructions,
     results_of,
     text_of,
@@ -37,6 +43,7 @@ from gateway.upstreams.translation.openai_chat import (
     Scores,
     choice_of,
     functions_of,
+    image_url,
     plain_text,
     refusal,
     results_first,
@@ -52,6 +59,7 @@ _API: Final = "OpenAI responses"
 _MARKABLE: Final = ("system", "user", "tool")
 _LOGPROBS: Final = "message.output_text.logprobs"
 _THOUGHTS: Final = "reasoning.encrypted_content"
+_FILES: Final = re.compile(r"text/.+|application/(pdf|json|rtf|xml|x-.+|msword|javascript|typescript|vnd\..+)")
 
 Json = dict[str, Any]
 
@@ -66,6 +74,11 @@ class OpenAIResponses(Form):
         "calls": Field("function_call"),
         "results": Field("function_call_output"),
         "names": LEFT_OUT,
+        "image": Field("input_image"),
+        "image URL": Field("input_image"),
+        "file": Field("input_file"),
+        "file URL": Field("file_url"),
+        "result image": Field("input_image"),
         "tools": Field("tools"),
         "tool_choice": Field("tool_choice"),
         "one call": Field("parallel_tool_calls"),
@@ -123,20 +136,33 @@ def _reasoning(thinking: Thinking | None) -> Json:
 
 def _items(chat: ChatPrompt, first: int, marks: Marks) -> list[Json]:
     """From this message on."""
-    results = results_of(chat.messages)
+    results, media = results_of(chat.messages), media_of(chat)
     items: list[Json] = []
     for at in results_first(chat.messages)[first:]:
         message = chat.messages[at]
         text, calls = text_of(message), message.get("tool_calls") or ()
-        content = parts(text, marks[at], "input_text") if at in marks else text
+        own = media.get(at, ())
+        content = parts(text, own, marks.get(at, {}), _part) if own or at in marks else text
         if at in results:
             items.append({"type": "function_call_output", "call_id": results[at][0], "output": content})
-        elif text or not calls:
+        elif content or not calls:
             items.append({"role": message["role"], "content": content})
         for number, call in enumerate(calls):
             called = {"name": call["function"]["name"], "arguments": arguments_text(call) or "{}"}
             items.append({"type": "function_call", "call_id": call_id(call, at, number), **called})
     return items
+
+
+def _part(part: str | Media) -> Json:
+    if isinstance(part, str):
+        return {"type": "input_text", "text": part}
+    if part.kind == "image":
+        return {"type": "input_image", "detail": part.detail or "auto", "image_url": image_url(part, _API)}
+    if part.kind == "file" and part.url and (not part.mime_type or _FILES.fullmatch(part.mime_type)):
+        return {"type": "input_file", "file_url": part.url}
+    if part.kind == "file" and part.data and _FILES.fullmatch(part.mime_type):
+        return {"type": "input_file", "filename": file_name(part), "file_data": data_url(part)}
+    raise lacks_media(_API, part)
 
 
 def _tools(chat: ChatPrompt, use: ToolUse | None) -> Json:

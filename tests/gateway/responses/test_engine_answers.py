@@ -15,6 +15,7 @@ from gateway.types import (
     Constraint,
     Group,
     Marker,
+    Media,
     Prompt,
     Request,
     Reuse,
@@ -30,6 +31,7 @@ from tests.fakes.pipeline import hello
 
 TOOL = Tool("look", "Looks.", {"type": "object", "properties": {"a": {}, "b": {}}})
 CHAT = ChatPrompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}], tools=(TOOL,))
+IMAGE = Media("image", "messages", "No images.", "image/png", data="AAAA", message=1)
 USE = ToolUse((TOOL,))
 CONSTRAINT = Constraint(Grammar("regex", "a+"), "response_format")
 REQUEST = Request(
@@ -68,6 +70,7 @@ IGNORED: dict[type, frozenset[str]] = {
     ),
     ChatPrompt: frozenset(("markers", "min_breakpoint_tokens")),  # what is kept of it, not what is answered
     Tool: frozenset(("path",)),
+    Media: frozenset(("path", "refusal")),
     Constraint: frozenset(("param", "places")),
     Hello: frozenset(("incarnation", "num_blocks", "max_sequences", "created", "version")),
 }
@@ -126,6 +129,19 @@ OTHER: dict[type, dict[str, Any]] = {
         "tools": (),
         "min_breakpoint_tokens": 5,
         "continues": True,
+        "media": (IMAGE,),
+    },
+    Media: {
+        "kind": "file",
+        "path": "input",
+        "refusal": "No.",
+        "mime_type": "image/gif",
+        "data": "AAAB",
+        "url": "https://example.org/a.png",
+        "name": "a.png",
+        "detail": "low",
+        "message": 0,
+        "chars": 1,
     },
     Tool: {
         "name": "see",
@@ -175,6 +191,10 @@ def changed(kind: type, name: str, value: Any) -> bytes:
         request = replace(request, sampling=replace(request.sampling, **change))
     elif kind is ChatPrompt:
         request = replace(request, prompt=replace(CHAT, **change))
+    elif kind is Media:
+        prompts = [replace(CHAT, media=(one,)) for one in (IMAGE, replace(IMAGE, **change))]
+        one, other = (request_key(replace(REQUEST, prompt=prompt), MODEL) for prompt in prompts)
+        return KEY if one == other else other
     elif kind is Tool:
         request = replace(request, prompt=replace(CHAT, tools=(tool,)))
         assert (request_key(replace(REQUEST, tool_use=ToolUse((tool,))), MODEL) != KEY) == (name not in IGNORED[Tool])
@@ -291,6 +311,7 @@ def test_a_situation_is_all_but_what_the_user_said_last() -> None:
         TextPrompt("Hi."),
         ChatPrompt([{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "H"}], continues=True),
         ChatPrompt([{"role": "tool", "content": "Hi."}]),
+        ChatPrompt([{"role": "user", "content": "Hi."}], media=(replace(IMAGE, message=0),)),
     ],
 )
 def test_what_does_not_end_with_a_text_of_the_user_has_no_situation(prompt: Prompt) -> None:

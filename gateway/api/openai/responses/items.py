@@ -26,7 +26,7 @@ from gateway.api.fields import (
     wrong_type,
 )
 from gateway.api.openai.caching import check_breakpoint
-from gateway.api.openai.messages import no_media
+from gateway.api.openai.media import no_media, response_media
 from gateway.api.openai.responses.tools import ARGUMENTS, BUILT_IN, ITEM_TYPES, Item
 from gateway.errors import UnsupportedError
 
@@ -106,11 +106,10 @@ def _kind(
     return made(record(*required, **every, **fields), settle)
 
 
-_input_part: Final = tagged(
-    "type",
-    {"input_text": record("text", type=_string, text=_string, prompt_cache_breakpoint=check_breakpoint)},
-    no_media,
-)
+_marks: Final[dict[str, Check[Any]]] = {"type": _string, "prompt_cache_breakpoint": check_breakpoint}
+_text_part: Final = {"input_text": record("text", text=_string, **_marks)}
+_instruction_part: Final = tagged("type", _text_part, no_media)
+_input_part: Final = tagged("type", _text_part | response_media(**_marks), no_media)
 _assistant_part: Final = tagged(
     "type",
     {
@@ -129,10 +128,12 @@ def _message(part: Check[Item], wrap: Callable[[str], Item]) -> Check[Item]:
     return _kind("message", "content", role=_string, content=content, phase=choice("commentary", "final_answer"))
 
 
-_users: Final = _message(_input_part, _input_text)
-_messages: Final = tagged(
-    "role", {role: _message(_assistant_part, _output_text) if role == "assistant" else _users for role in ROLES}
-)
+_instructions: Final = _message(_instruction_part, _input_text)
+_of_role: Final = {
+    "user": _message(_input_part, _input_text),
+    "assistant": _message(_assistant_part, _output_text),
+}
+_messages: Final = tagged("role", {role: _of_role.get(role, _instructions) for role in ROLES})
 _reference: Final = made(
     record("id", type=_string, id=_string), lambda item, _: {"type": "item_reference", "id": item["id"]}
 )

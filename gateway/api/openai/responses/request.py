@@ -15,7 +15,7 @@ import orjson
 from engine.protocol.frozen import dataclass
 from gateway.api.call import Call
 from gateway.api.fields import Table, empty_array, read
-from gateway.api.openai.caching import Point, join_parts, place_markers
+from gateway.api.openai.caching import Parts, join_parts, place_markers
 from gateway.api.openai.messages import Message, read_arguments
 from gateway.api.openai.request import read_call
 from gateway.api.openai.responses.parameters import LOGPROBS, RESPONSE
@@ -70,13 +70,14 @@ def to_call(query: ResponsesRequest, items: Sequence[Item], leases: LeaseSetting
     if not conversation.messages:
         raise empty_array("input")
     options = values.get("prompt_cache_options", {})
-    caching = place_markers(conversation.messages, conversation.points, options, leases)
+    messages, found = conversation
+    caching = place_markers(messages, found, options, leases)
     declared = tuple(one.tool for one in values.get("tools", Tools()).declared)
     tools, use = read_tools({**values, "tools": declared})
     top_logprobs = values.get("top_logprobs", 0)
     call = read_call(
         values,
-        (ChatPrompt(conversation.messages, markers=caching.markers, tools=tools),),
+        (ChatPrompt(messages, markers=caching.markers, tools=tools, media=tuple(found.media)),),
         "input",
         max_tokens=values.get("max_output_tokens", 0),
         logprobs=top_logprobs if top_logprobs or LOGPROBS in values.get("include", ()) else None,
@@ -89,10 +90,10 @@ def to_call(query: ResponsesRequest, items: Sequence[Item], leases: LeaseSetting
 
 
 class Conversation(NamedTuple):
-    """`points` are the breakpoints on parts, in their order."""
+    """Messages, and what their parts have besides text."""
 
     messages: list[Message]
-    points: list[Point]
+    found: Parts
 
 
 def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0) -> Conversation:
@@ -100,7 +101,7 @@ def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0
 
     Raises BadRequestError for the output of a call that is not there.
     """
-    conversation = Conversation([], [])
+    conversation = Conversation([], Parts([], []))
     if instructions is not None:
         conversation.messages.append({"role": "system", "content": instructions})
     called: dict[str, tuple[str, str]] = {}  # id of a call, or of its item -> the former, and the function's name
@@ -128,14 +129,14 @@ def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0
 
 def _add_message(conversation: Conversation, item: Item, path: str) -> Message | None:
     """Returns it if it is the assistant's."""
-    messages, points = conversation
+    messages, found = conversation
     role = "system" if item["role"] == "developer" else item["role"]
-    messages.append({"role": role, "content": join_parts(item["content"], len(messages), f"{path}.content", points)})
+    messages.append({"role": role, "content": join_parts(item["content"], len(messages), f"{path}.content", found)})
     return messages[-1] if role == "assistant" else None
 
 
 def _add_output(conversation: Conversation, item: Item, called: dict[str, tuple[str, str]], path: str) -> None:
-    (messages, points), call_id = conversation, item["call_id"]
+    (messages, found), call_id = conversation, item["call_id"]
     if call_id not in called:
         raise BadRequestError(
             f"No tool call found for function call output with call_id {call_id[:64]!r}.",
@@ -146,7 +147,7 @@ def _add_output(conversation: Conversation, item: Item, called: dict[str, tuple[
     if type(output) is str:
         content = output
     elif item["type"] in ("function_call_output", "custom_tool_call_output"):
-        content = join_parts(output, len(messages), f"{path}.output", points)
+        content = join_parts(output, len(messages), f"{path}.output", found)
     else:
         content = orjson.dumps(output).decode()
     call_id, name = called[call_id]

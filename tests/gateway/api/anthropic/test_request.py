@@ -113,14 +113,15 @@ def test_what_is_wrong_is_told_behind_its_path(fields: dict[str, Any], told: str
         (block("text"), "messages.0.content.0.text: Field required"),
         ({"text": "x"}, "messages.0.content.0.type: Field required"),
         (block("text", text="x", font="y"), "messages.0.content.0.font: Extra inputs are not permitted"),
-        (block("image", source={}), "messages.0.content.0: Images are not supported by this model."),
+        (block("image", source={}), "messages.0.content.0.source.type: Field required"),
         (block("search_result"), "messages.0.content.0: Search results as blocks are not supported"),
         (block("web_search_tool_result"), "messages.0.content.0: This server has no tools of its own."),
-        (block("video"), "messages.0.content.0.type: 'video' is not one of 'text', 'document', 'tool_result'"),
+        (block("video"), "messages.0.content.0.type: 'video' is not one of 'text', 'document', 'image', 'tool_result'"),
         (block("thinking", thinking="hm", signature="s"), "messages.0.content.0.type: 'thinking' is not one of"),
+        (block("document", source=block("url", url="a.pdf")), "messages.0.content.0.source.url: a URL with http"),
         (
-            block("document", source=block("url", url="https://example.org/a.pdf")),
-            "messages.0.content.0.source: Only documents of plain text are supported",
+            block("document", source=block("base64", media_type="text/csv", data="AA==")),
+            "messages.0.content.0.source.media_type: 'text/csv' is not one of 'application/pdf'",
         ),
         (
             block("document", source=block("text", media_type="text/plain", data="x"), citations={"enabled": True}),
@@ -234,8 +235,8 @@ def test_a_result_is_text_and_an_error_says_so(fields: dict[str, Any], said: str
         ([CALL, CALL], [RESULT], "messages.1.content.1.id: `tool_use` ids must be unique"),
         (
             [CALL],
-            [{**RESULT, "content": [block("image", source={})]}],
-            "messages.2.content.0.content.0: Images are not supported",
+            [{**RESULT, "content": [block("image", source=block("base64", media_type="image/png", data="?"))]}],
+            "messages.2.content.0.content.0.source.data: it is no base64",
         ),
         (
             [CALL],

@@ -205,7 +205,10 @@ async def test_an_engine_that_is_away_leaves_the_end_where_it_was() -> None:
         ({"ttl": "60s", "expire_time": timestamp(NOW_S + 60)}, "expireTime"),
         ({"model": None}, "model"),
         ({"contents": [], "systemInstruction": None}, "contents"),
-        ({"contents": [{"parts": [{"inlineData": {}}]}]}, "contents[0].parts[0].inlineData"),
+        (
+            {"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": "AAAA"}}]}]},
+            "contents[0].parts[0].inlineData",
+        ),
         ({"kmsKeyName": "k"}, "kmsKeyName"),
         ({"displayName": "x" * 129}, "displayName"),
         ({"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, "toolConfig.functionCallingConfig.mode"),

@@ -45,7 +45,11 @@ async def test_both_routes_to_the_letter(version: str) -> None:
     [
         ("embedContent", {}, "content"),
         ("embedContent", {"content": {"parts": [{"text": ""}]}}, "content"),
-        ("embedContent", {"content": {"parts": [{"inlineData": {}}]}}, "content.parts[0].inlineData"),
+        (
+            "embedContent",
+            {"content": {"parts": [{"inlineData": {"mimeType": "image/png", "data": "AAAA"}}]}},
+            "content.parts[0].inlineData",
+        ),
         ("embedContent", {**ONE, "autoTruncate": True}, "autoTruncate"),
         ("batchEmbedContents", {"requests": []}, "requests"),
         ("batchEmbedContents", {"requests": [ONE, {}]}, "requests[1].content"),

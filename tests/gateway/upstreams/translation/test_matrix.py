@@ -6,6 +6,7 @@ by their SDKs. A cell is one test: client, upstream, and what is asked for.
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,8 +23,10 @@ from tests.fakes.api_rules import CHECKS
 from tests.fakes.hosted import ANSWER_TOKENS, CACHED_TOKENS, PROMPT_TOKENS, UPSTREAMS, answers, refuses
 from tests.fakes.sdk_clients import (
     CLIENTS,
+    IMAGE,
     PLACES,
     QUESTION,
+    REST,
     RESULTS,
     SYSTEM,
     Failed,
@@ -160,6 +163,22 @@ async def test_structured(grid: Grid, client: str, dialect: str, stream: bool) -
         "gemini": lambda: body["generationConfig"]["responseJsonSchema"],
     }[dialect]()
     assert schema["properties"] == {"city": {"type": "string"}}
+
+
+@streams
+@pairs
+async def test_an_image(grid: Grid, client: str, dialect: str, stream: bool) -> None:
+    """Between two texts."""
+    heard = await grid.ask(client, dialect, answers(dialect, ["A cat."], stream=stream), stream=stream, image=True)
+    assert heard == Heard("A cat.", [], *USAGE)
+    body = orjson.loads(grid.body(dialect))
+    turn = body.get("messages", body.get("input", body.get("contents")))[-1]
+    first, image, last = turn.get("content", turn.get("parts"))
+    assert (first["text"], last["text"]) == (QUESTION, REST)
+    written = orjson.dumps(image).decode()
+    if client == dialect == "gemini":  # as its SDK wrote it
+        written = written.replace("-", "+").replace("_", "/")
+    assert base64.b64encode(IMAGE).decode() in written
 
 
 @streams

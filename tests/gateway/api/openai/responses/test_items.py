@@ -94,7 +94,7 @@ def test_breakpoints_are_found_where_they_were_put() -> None:
     marked["content"].append({"type": "input_text", "text": "de", "prompt_cache_breakpoint": {"mode": "explicit"}})
     output = OUTPUT | {"output": [{"type": "input_text", "text": "r", "prompt_cache_breakpoint": point}]}
     items = parse_input([user("old"), marked, CALL, output], "input")
-    assert to_messages("i", items, new=1).points == [
+    assert to_messages("i", items, new=1).found.points == [
         Point(2, 3, "1h", "input[0].content[0].prompt_cache_breakpoint.ttl"),
         Point(2, 5, None, "input[0].content[1].prompt_cache_breakpoint.ttl"),
         Point(4, 1, "1h", "input[2].output[0].prompt_cache_breakpoint.ttl"),
@@ -174,10 +174,12 @@ def test_the_output_of_a_local_shell_may_be_objects() -> None:
     assert messages(call, output)[1]["content"] == '[{"stdout":"a"}]'
 
 
-@pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio"])
-def test_media_are_refused(kind: str) -> None:
-    with pytest.raises(UnsupportedError) as refused:
-        parse_input([{"role": "user", "content": [{"type": kind}]}], "input")
+@pytest.mark.parametrize(
+    ("role", "kind"), [("user", "input_audio"), ("system", "input_image"), ("developer", "input_file")]
+)
+def test_instructions_have_no_media_and_users_no_sounds(role: str, kind: str) -> None:
+    with pytest.raises(UnsupportedError, match="not supported by this model") as refused:
+        parse_input([{"role": role, "content": [{"type": kind}]}], "input")
     assert refused.value.param == "input[0].content[0].type"
 
 
