@@ -89,7 +89,7 @@ def _reason(kind: str, **more: Any) -> dict[str, Any]:
     return {"cache_miss_reason": {"type": kind, **more}}
 
 
-def _cached_of(trace: Trace) -> Cached:
+def cached_of(trace: Trace) -> Cached:
     """What an upstream of another API read and wrote; without a time to live it is as the API's default."""
     hour = sum(tokens for ttl_s, tokens in trace.lease_writes if ttl_s >= HOUR_S)
     return Cached(trace.reported_cached_tokens, trace.cache_write_tokens - hour, hour)
@@ -106,7 +106,7 @@ class MessageAccount(Account):
 
     async def finished(self, request: Request) -> None:
         if request.trace.by_upstream:  # which says with the end of its answer what it read and wrote
-            self.shape.cached = _cached_of(request.trace)
+            self.shape.cached = cached_of(request.trace)
         if self.diagnosis is not None:
             await self.diagnosis.remember(request, self.shape.cached)
 

@@ -81,9 +81,10 @@ class Translation:
                 yield form
 
     async def _asked(self, form: Form, request: Request) -> UpstreamRequest:
-        routes = self._upstreams.routes(request.model, request.tenant.name)
-        lossy = all(route.lossy for route in routes if route.form == form.name)
-        return await off_loop(request.work, lambda: _written(form, request, lossy=lossy))
+        found = self._upstreams.routes(request.model, request.tenant.name)
+        routes = [route for route in found if route.form == form.name]
+        lossy, model = all(route.lossy for route in routes), routes[0].model
+        return await off_loop(request.work, lambda: _written(form, request, model, lossy=lossy))
 
 
 class _Read:
@@ -153,18 +154,21 @@ def _hello(model: str, label: str, route_text: str) -> Hello:
     )
 
 
-def _written(form: Form, request: Request, *, lossy: bool) -> UpstreamRequest:
-    """The request that the upstream gets. `lossy`: without parameters that its API has no field for."""
+def _written(form: Form, request: Request, model: str, *, lossy: bool) -> UpstreamRequest:
+    """The request that the upstream gets. `model` is its name there, at the first of several. `lossy`: without
+    parameters that its API has no field for."""
     written, request.trace.dropped = None, ()
     while written is None:
         try:
-            written = form.write(request, request.model)
+            written = form.write(request, model)
         except UnsupportedError as error:
             less = without(request, error.param) if lossy and error.param not in request.trace.dropped else None
             if less is None:
                 raise
             request = less
             request.trace.dropped += (error.param or "",)
+    if "model" in written.body:  # each upstream gets its own
+        written.body["model"] = request.model
     marked = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.markers)
     own_key = request.affinity or (request.scope.key if request.scope is not None else "")
     return UpstreamRequest(

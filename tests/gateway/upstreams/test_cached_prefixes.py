@@ -15,7 +15,7 @@ from gateway.storage.memory_bytes import MemoryBytes
 from gateway.types import CachePrefix, Scope, Tenant, Trace, UpstreamRequest
 from gateway.upstreams.cached_prefixes import HOLD_S, RETRY_S, Shared
 from gateway.upstreams.stage import Upstreams
-from tests.fakes.cached_gemini import CachedGemini, cached_gemini, tokens_of
+from tests.fakes.cached_gemini import KEY, CachedGemini, cached_gemini, tokens_of
 from tests.fakes.clock import Clock
 
 PARTS = 5000
@@ -37,7 +37,7 @@ async def running(**options: Any) -> AsyncIterator[tuple[CachedGemini, Upstreams
     clock = Clock(1000.0)
     async with cached_gemini(now=clock) as fake:
         shared = Shared(lambda quota: MemoryBytes(quota, clock), None, clock)
-        upstreams = Upstreams([fake.settings(**options)], {"up": "sk-upstream"}, shared=shared, backoff_s=0.0)
+        upstreams = Upstreams([fake.settings(**options)], {"up": KEY}, shared=shared, backoff_s=0.0)
         try:
             yield fake, upstreams, clock
         finally:
@@ -96,6 +96,7 @@ async def test_the_first_request_writes_a_marked_prefix_and_others_read_it() -> 
     assert figures(second) == (PARTS + 100, 0, 2 * PARTS)
     assert second.storage_token_s == 0
     assert fake.calls == ["POST cachedContents", "POST generateContent", "POST generateContent"]
+    assert fake.keys == {KEY}
 
 
 async def test_what_differs_in_anything_shares_nothing() -> None:
