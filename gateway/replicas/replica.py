@@ -331,7 +331,7 @@ class Replica:
         answer, tokens = Answer(target, sampling, prompt, request.constraint, call.ids), 0
         response: aiohttp.ClientResponse | None = None
         try:
-            with self._translated():
+            with self._translated(joined):
                 response = flight.response = await self._send(joined, call, request)
                 if response.status != 200:
                     body = await _read(response, MAX_REFUSAL_BYTES)
@@ -381,8 +381,8 @@ class Replica:
         return update
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Errors of aiohttp as ours."""
+    def _translated(self, joined: Joined) -> Iterator[None]:
+        """Errors of aiohttp as ours. A server that was left because it was silent has not died of this sequence."""
         try:
             yield
         except TimeoutError:
@@ -393,7 +393,7 @@ class Replica:
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # the last: a session that was closed
             self._counts["lost"] += 1
             lost = EngineLostError(f"The connection to engine {self.name} was lost.")
-            lost.died = True
+            lost.died = self._joined is joined
             raise lost from error
         except EngineFailedError:
             self._counts["failed"] += 1

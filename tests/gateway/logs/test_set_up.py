@@ -72,7 +72,8 @@ def test_a_process_without_stderr_runs_all_the_same() -> None:
 
 
 def test_lines_of_several_processes_in_one_pipe_are_never_mixed() -> None:
-    program = BEGIN + "for number in range(2000): log.info('%s-%d' + 150 * '.', sys.argv[1], number)"
+    patient = "import gateway.logs.writer; gateway.logs.writer.CLOSE_S = 20.0\n"  # a reader may have no core for 1 s
+    program = BEGIN + patient + "for number in range(2000): log.info('%s-%d' + 150 * '.', sys.argv[1], number)"
     command = [sys.executable, "-c", program]
     read, write = os.pipe()
     with open(read, "rb") as reader:

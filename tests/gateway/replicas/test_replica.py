@@ -210,6 +210,36 @@ async def test_a_silent_server_is_lost_in_one_line_and_joins_again(
         assert len(lines) == 1
 
 
+async def test_servers_that_are_left_for_their_silence_have_not_died_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(joining, "SILENT_S", 0.3)
+    streams = Streams()
+    async with (
+        replica_server(completions=streams) as one,
+        replica_server(completions=streams) as two,
+        replica_server(completions=streams) as three,
+        gateway_of(one, two, three) as running,
+    ):
+        await ready(running, 3)
+        streams.hold.clear()
+        create = running.client.chat.completions.create
+        asking = asyncio.create_task(create(model="demo", messages=[HELLO], max_tokens=9))
+        engines, had = running.gateway.registry.engines, list[str]()
+        for number in range(3):
+            await until(lambda: any(one.joined and one.load.running for one in engines))
+            has_it = next(one for one in engines if one.joined and one.load.running)
+            had.append(has_it.name)
+            if number < 2:
+                next(server for server in (one, two, three) if server.url == has_it.url).stalled |= {"/metrics"}
+                await until(lambda: not has_it.joined)  # noqa: B023 - awaited here
+        streams.hold.set()
+        usage = (await asking).usage
+    assert usage is not None
+    assert (usage.completion_tokens, len(set(had))) == (5, 3)
+
+
 async def test_servers_that_are_none_are_one_line_each_and_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     async with replica_server(completions=Streams()) as server, replica_server("sglang") as other:
         tables = [
