@@ -220,8 +220,8 @@ def elapsed_ms(record: Record) -> float:
 
 def common_headers(record: Record) -> dict[str, str]:
     """What every answer carries, in its dialect."""
-    headers = record.dialect.headers(record.shown_id, elapsed_ms(record))
-    if record.shown_id != record.request_id:
+    headers = record.dialect.headers(shown := record.shown_id, elapsed_ms(record))
+    if shown != record.request_id:
         headers[REQUEST_ID] = record.request_id
     if record.cors:
         headers |= record.cors

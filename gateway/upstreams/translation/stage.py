@@ -11,7 +11,6 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final
 
@@ -56,7 +55,7 @@ class Translation:
             begun = False
             try:
                 async with self._upstreams.answer(await self._asked(form, request)) as answer:
-                    trace.allowance = limits_of(answer.headers, datetime.now(UTC))
+                    trace.allowance = limits_of(answer.headers, time.time())
                     trace.upstream_id = id_of(answer.headers)
                     if answer.status >= 400:
                         raise refusal(answer, await _read(answer), request.prompt_param)

@@ -11,7 +11,7 @@ from gateway.api.openai.wire import OPENAI
 from gateway.types import Allowance, Room
 from gateway.upstreams.translation.limits import id_of, limits_of
 
-NOW = datetime(2026, 11, 24, 6, 0, 0, tzinfo=UTC)
+NOW = datetime(2026, 11, 24, 6, 0, 0, tzinfo=UTC).timestamp()
 
 
 def openai(kind: str, limit: str, remaining: str, reset: str) -> list[tuple[str, str]]:
