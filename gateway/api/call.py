@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from engine.protocol import Hello, Sampling
 from engine.protocol.frozen import dataclass
@@ -25,6 +25,7 @@ from gateway.types import (
     Reuse,
     TextPrompt,
     Thinking,
+    Thought,
     Tier,
     TokenPrompt,
     ToolUse,
@@ -107,6 +108,16 @@ class Call:
     tier: Tier = "default"  # that is asked for; tiers.grant says which it is
     priority: int = 0  # as in Request
     reuse: Reuse = PLAIN_REUSE  # what the body says of the response cache
+
+
+def take_thoughts(messages: Sequence[dict[str, Any]]) -> tuple[Thought, ...]:
+    """Out of the messages, where a dialect has put them beside what a template reads: pairs of the number of the call
+    that they come before, and signature."""
+    return tuple(
+        Thought(number, call, signature)
+        for number, message in enumerate(messages)
+        for call, signature in message.pop("thoughts", ())
+    )
 
 
 def settle(call: Call, model: Hello) -> tuple[Prompt, ...]:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from engine.protocol.frozen import dataclass
 from gateway.api.dialect import JSON
-from gateway.types import CallDelta, FinishReason, ScoredToken, TextDelta, Usage
+from gateway.types import CallDelta, Delta, FinishReason, ScoredToken, TextDelta, ThinkingDelta, Usage
 
 _BITS: Final = random.Random(secrets.randbits(256)).getrandbits  # noqa: S311 - no secrets
 
@@ -49,6 +49,15 @@ class ToolCall:
     offset: int = 0
 
 
+class ToldThought(NamedTuple):
+    """Text and signature may each be empty. `call` is the number of the call that it comes before; -1: it comes before
+    the text."""
+
+    text: str
+    signature: str
+    call: int
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One choice, complete."""
@@ -61,20 +70,48 @@ class Answer:
     prompt: tuple[ScoredToken, ...] = ()  # scored as well, when it is echoed with log probabilities
     calls: tuple[ToolCall, ...] = ()
     stop: str | None = None  # the stop string that ended it
+    thoughts: tuple[ToldThought, ...] = ()
+
+    def in_order(self) -> Iterator[ToldThought | str | ToolCall]:
+        """Thoughts, text and calls, for APIs that have the calls behind the text."""
+        parts: list[str | ToolCall] = [self.text, *self.calls]
+        thoughts = list(self.thoughts)
+        for number, part in enumerate(parts, -1):
+            while thoughts and thoughts[0].call <= number:
+                yield thoughts.pop(0)
+            if part:
+                yield part
+        yield from thoughts
 
 
-def join_calls(deltas: Iterable[TextDelta | CallDelta]) -> tuple[ToolCall, ...]:
+def join_calls(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
     """The calls among the deltas of an answer, in order."""
     calls: list[tuple[str, int, list[str]]] = []
     chars = 0
     for delta in deltas:
         if isinstance(delta, TextDelta):
             chars += len(delta.text)
-        else:
+        elif isinstance(delta, CallDelta):
             if delta.call == len(calls):
                 calls.append((delta.name, chars, []))
             calls[delta.call][2].append(delta.arguments)
     return tuple(ToolCall(name, "".join(arguments), offset) for name, offset, arguments in calls)
+
+
+def join_thoughts(deltas: Iterable[Delta]) -> tuple[ToldThought, ...]:
+    """The thoughts among the deltas of an answer, in order. A signature ends one, and so does all that is none."""
+    thoughts: list[tuple[list[str], str, int]] = []
+    call, is_open = -1, False
+    for delta in deltas:
+        if isinstance(delta, ThinkingDelta):
+            texts = thoughts.pop()[0] if is_open else []
+            texts.append(delta.text)
+            thoughts.append((texts, delta.signature, call))
+            is_open = not delta.signature
+        else:
+            is_open = False
+            call = delta.call + 1 if isinstance(delta, CallDelta) else max(call, 0)
+    return tuple(ToldThought("".join(texts), signature, call) for texts, signature, call in thoughts)
 
 
 class Stamp(NamedTuple):

@@ -24,11 +24,22 @@ from engine.protocol import Hello
 from gateway import tasks
 from gateway.api.call import Call
 from gateway.api.record import CLIENT_LEFT, RECORD, Record, common_headers, failed, known_error, kvasir_headers
-from gateway.api.replies import COMMENT, Answer, Stamp, join_calls
+from gateway.api.replies import COMMENT, Answer, Stamp, join_calls, join_thoughts
 from gateway.errors import DeadlineError, KvasirError
 from gateway.native import no_panic
 from gateway.pipeline import Pipeline
-from gateway.types import CallDelta, Event, Finished, Request, ScoredToken, Started, TextDelta, Usage
+from gateway.types import (
+    CallDelta,
+    Delta,
+    Event,
+    Finished,
+    Request,
+    ScoredToken,
+    Started,
+    TextDelta,
+    ThinkingDelta,
+    Usage,
+)
 
 _Result = TypeVar("_Result")
 
@@ -76,6 +87,10 @@ class Shape:
 
     def call(self, index: int, delta: CallDelta) -> bytes:
         raise NotImplementedError
+
+    def thinking(self, index: int, delta: ThinkingDelta) -> bytes:
+        """Nothing, where the API has no place for it."""
+        return b""
 
     def closing(self, index: int, finished: Finished) -> bytes:
         raise NotImplementedError
@@ -127,11 +142,11 @@ async def collect(
     """The complete answers, in the order of the requests. Raises the first error, after closing all others."""
 
     async def one(index: int, request: Request) -> Answer:
-        deltas: list[TextDelta | CallDelta] = []
+        deltas: list[Delta] = []
         prompt: tuple[ScoredToken, ...] = ()
         async with aclosing(pipeline.answer(request)) as events:
             async for event in events:
-                if type(event) is TextDelta or type(event) is CallDelta:
+                if type(event) is TextDelta or type(event) is CallDelta or type(event) is ThinkingDelta:
                     deltas.append(event)
                 elif type(event) is Started:
                     prompt = event.scored
@@ -149,6 +164,7 @@ async def collect(
                         echoed=len(echoed),
                         prompt=prompt,
                         calls=join_calls(deltas),
+                        thoughts=join_thoughts(deltas),
                         stop=end.stop,
                     )
         raise KvasirError("The answer ended without a reason.")
@@ -310,6 +326,8 @@ class _EventStream:
                 chunk = text(index, event)
             elif type(event) is CallDelta:
                 chunk = call(index, event)
+            elif type(event) is ThinkingDelta:
+                chunk = self._shape.thinking(index, event)
             elif type(event) is Finished:
                 end = await _finished(event, request, self._account)
                 break

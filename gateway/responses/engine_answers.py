@@ -109,8 +109,10 @@ class EngineQuery(Query[Event]):
     def reused(self, item: Event) -> Event:
         if type(item) is not Started and type(item) is not Finished:
             return item
-        prompt, completion = item.usage.prompt_tokens, item.usage.completion_tokens
-        return replace(item, usage=Usage(prompt, completion, cached_tokens=prompt))
+        usage, prompt = item.usage, item.usage.prompt_tokens
+        reasoning = usage.reasoning_tokens
+        again = Usage(prompt, usage.completion_tokens, cached_tokens=prompt, reasoning_tokens=reasoning)
+        return replace(item, usage=again)
 
     def find_unfit(self, max_temperature: float) -> str | None:
         request = self.request

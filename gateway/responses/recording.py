@@ -3,7 +3,8 @@
     {"p": prompt tokens, "c": completion tokens, "r": reason, "s": stop string or null, "e": chunks,
      "t": milliseconds that it took, "o": scored tokens of the prompt, where it has some}
 
-A chunk is a text; or [text, scored tokens]; or [number of the call, name, arguments]. A scored token is
+A chunk is a text; or [text, scored tokens]; or [number of the call, name, arguments]; or [null, text of a thought,
+signature]; "h" are the tokens of thoughts, where there are some. A scored token is
 [text, bytes in hex or null, logprob, [[text, bytes, logprob], ...], offset]; null is the logprob of what cannot be.
 
 Of an upstream, its bytes and what is known of them besides; no answer of the one kind can be read as one of the other,
@@ -22,7 +23,18 @@ from typing import Any, NamedTuple
 import orjson
 
 from gateway.responses.base import Stored
-from gateway.types import CallDelta, Event, Finished, ScoredToken, Spelled, Started, TextDelta, Usage
+from gateway.types import (
+    CallDelta,
+    Delta,
+    Event,
+    Finished,
+    ScoredToken,
+    Spelled,
+    Started,
+    TextDelta,
+    ThinkingDelta,
+    Usage,
+)
 
 
 def text_of(events: Sequence[Event]) -> str | None:
@@ -45,6 +57,8 @@ def encode(events: Sequence[Event], generation_ms: float) -> bytes | None:
         "e": [_write(event) for event in events[1:-1]],
         "t": round(generation_ms, 1),
     }
+    if finished.usage.reasoning_tokens:
+        written["h"] = finished.usage.reasoning_tokens
     if started.scored:
         written["o"] = [_write_token(token) for token in started.scored]
     return orjson.dumps(written)
@@ -61,7 +75,8 @@ def decode(body: bytes, *, joined: bool) -> Stored[Event] | None:
         chunks = [_read(item) for item in written]
         scored = tuple(_read_token(token) for token in read.get("o", ()))
         started = Started("", Usage(prompt, 0, cached_tokens=prompt), scored)
-        finished = Finished(read["r"], Usage(prompt, completion, cached_tokens=prompt), read["s"])
+        usage = Usage(prompt, completion, cached_tokens=prompt, reasoning_tokens=read.get("h", 0))
+        finished = Finished(read["r"], usage, read["s"])
         return Stored([started, *chunks, finished], prompt, completion, read["t"], read["r"])
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
@@ -70,15 +85,19 @@ def decode(body: bytes, *, joined: bool) -> Stored[Event] | None:
 def _write(event: Event) -> Any:
     if isinstance(event, CallDelta):
         return [event.call, event.name, event.arguments]
+    if isinstance(event, ThinkingDelta):
+        return [None, event.text, event.signature]
     assert isinstance(event, TextDelta)
     return [event.text, [_write_token(token) for token in event.scored]] if event.scored else event.text
 
 
-def _read(item: Any) -> TextDelta | CallDelta:
+def _read(item: Any) -> Delta:
     if type(item) is str:
         return TextDelta(item)
     if type(item[0]) is int:
         return CallDelta(*item)
+    if item[0] is None:
+        return ThinkingDelta(item[1], item[2])
     return TextDelta(item[0], tuple(_read_token(token) for token in item[1]))
 
 

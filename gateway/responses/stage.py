@@ -36,6 +36,7 @@ from gateway.types import (
     Reuse,
     Started,
     TextDelta,
+    ThinkingDelta,
     Trace,
     UpstreamAnswer,
 )
@@ -324,6 +325,8 @@ def _size(item: object) -> int:
         return 64 + len(item)
     if type(item) is CallDelta:
         return 200 + 4 * len(item.arguments)
+    if type(item) is ThinkingDelta:
+        return 200 + 4 * len(item.text) + len(item.signature)
     if type(item) is Started:
         return 400 + sum(400 * (1 + len(token.top)) for token in item.scored)
     return 1024 if isinstance(item, UpstreamAnswer) else 200

@@ -16,6 +16,7 @@ class Usage:
     lease               what became of the breakpoints; of several requests, whether any was degraded
     lease_read_tokens   of the longest lease that the prompt begins with, to the token
     lease_writes        the same by breakpoint: time to live in seconds, tokens; shortest prefix first
+    reasoning_tokens    of completion_tokens, those of thoughts
     """
 
     prompt_tokens: int
@@ -25,6 +26,7 @@ class Usage:
     lease: Literal["kept", "degraded"] | None = None
     lease_read_tokens: int = 0
     lease_writes: tuple[tuple[float, int], ...] = ()
+    reasoning_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -39,6 +41,7 @@ class Usage:
             "degraded" if "degraded" in (self.lease, other.lease) else self.lease or other.lease,
             self.lease_read_tokens + other.lease_read_tokens,
             self.lease_writes + other.lease_writes,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
 
@@ -104,6 +107,21 @@ class CallDelta:
     arguments: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingDelta:
+    """A chunk of what the model thinks before its text, or before a call. Engines have none: what they think is text.
+
+    signature  with the last chunk of a thought, or alone: what the client is to send back with the next turn, before
+               what comes behind it here; as in Thought
+    """
+
+    text: str = ""
+    signature: str = ""
+
+
+Delta = TextDelta | CallDelta | ThinkingDelta
+
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -120,4 +138,4 @@ class Finished:
     stop: str | None = None
 
 
-Event = Started | TextDelta | CallDelta | Finished
+Event = Started | Delta | Finished

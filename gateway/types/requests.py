@@ -158,6 +158,7 @@ class Trace:
     created: tuple[float, int] = (0.0, 0)  # time to live and tokens of what an upstream was told to cache before it
     storage_token_s: int = 0  # tokens times seconds for which an upstream was told to keep them
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of these
     dropped: tuple[str, ...] = ()  # parameters that the upstream's API has no field for
     allowance: Allowance | None = None  # that an upstream of another API told, in place of the tenant's own
     upstream_id: str = ""  # by which it knows the request
@@ -183,6 +184,7 @@ class Trace:
             lease=self.lease.state if self.lease else None,
             lease_read_tokens=min(self.lease_read_tokens, self.prompt_tokens),
             lease_writes=self.lease_writes,
+            reasoning_tokens=self.reasoning_tokens,
         )
 
 

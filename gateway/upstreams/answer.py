@@ -175,6 +175,7 @@ class Answer:
             return
         tokens = tokens.with_created(*trace.created)
         trace.prompt_tokens, trace.completion_tokens = tokens.prompt, tokens.completion
+        trace.reasoning_tokens = tokens.reasoning
         trace.cached_tokens = trace.reported_cached_tokens = tokens.cached
         trace.cache_write_tokens, trace.lease_writes = tokens.cache_write, tokens.writes
 

@@ -34,7 +34,7 @@ MAX_TOKENS: Final = 10**9
 
 
 class Tokens(NamedTuple):
-    """Of one answer. `prompt` includes `cached` and `cache_write`, which do not overlap.
+    """Of one answer. `prompt` includes `cached` and `cache_write`, which do not overlap, and `completion` `reasoning`.
 
     writes  of `cache_write`, those whose time to live is reported: seconds, tokens
     """
@@ -44,6 +44,7 @@ class Tokens(NamedTuple):
     cached: int = 0
     cache_write: int = 0
     writes: tuple[tuple[float, int], ...] = ()
+    reasoning: int = 0
 
     def with_created(self, ttl_s: float, tokens: int) -> Tokens:
         """What was put into the upstream's cache for this very answer was written by it, and then read."""
@@ -65,7 +66,8 @@ def _openai(counts: Counts) -> Tokens | None:
             cached = _cached_of_timings(counts, prompt)
         written = _first(counts, *_OPENAI_WRITTEN) or 0
         answer = _first(counts, "completion_tokens", "output_tokens") or 0
-        return _within(prompt, answer, cached, written)._replace(writes=_writes(counts, written))
+        reasoning = min(_first(counts, *_OPENAI_REASONING) or 0, answer)
+        return _within(prompt, answer, cached, written)._replace(writes=_writes(counts, written), reasoning=reasoning)
     if "prompt_n" in counts:
         cached = counts.get("cache_n", 0)
         return Tokens(counts["prompt_n"] + cached, counts.get("predicted_n", 0), cached)
@@ -83,15 +85,18 @@ def _anthropic(counts: Counts) -> Tokens | None:
         return None
     read, written = counts.get("cache_read_input_tokens", 0), counts.get("cache_creation_input_tokens", 0)
     prompt = counts["input_tokens"] + read + written
-    return Tokens(prompt, counts.get("output_tokens", 0), read, written, _writes(counts, written))
+    answer = counts.get("output_tokens", 0)
+    reasoning = min(counts.get("output_tokens_details.thinking_tokens", 0), answer)
+    return Tokens(prompt, answer, read, written, _writes(counts, written), reasoning)
 
 
 def _gemini(counts: Counts) -> Tokens | None:
     if "promptTokenCount" not in counts:
         return None
     prompt = counts["promptTokenCount"] + counts.get("toolUsePromptTokenCount", 0)
-    completion = counts.get("candidatesTokenCount", 0) + counts.get("thoughtsTokenCount", 0)
-    return _within(prompt, completion, counts.get("cachedContentTokenCount", 0), 0)
+    reasoning = counts.get("thoughtsTokenCount", 0)
+    completion = counts.get("candidatesTokenCount", 0) + reasoning
+    return _within(prompt, completion, counts.get("cachedContentTokenCount", 0), 0)._replace(reasoning=reasoning)
 
 
 def _writes(counts: Counts, written: int) -> tuple[tuple[float, int], ...]:
@@ -111,6 +116,10 @@ _OPENAI_CACHED: Final = (
     "input_tokens_details.cached_tokens",
     "prompt_cache_hit_tokens",
     "cached_tokens",
+)
+_OPENAI_REASONING: Final = (
+    "completion_tokens_details.reasoning_tokens",
+    "output_tokens_details.reasoning_tokens",
 )
 _OPENAI_WRITTEN: Final = (
     "prompt_tokens_details.cache_write_tokens",

@@ -27,10 +27,15 @@ TOOL: Final = {
 # -- what an upstream answers -----------------------------------------------------------------------------------------
 
 
-def answers(dialect: str, texts: Sequence[str], calls: Sequence[Call] = (), *, stream: bool) -> Told:
-    """An answer of these texts (chunks of one) and calls."""
+def answers(dialect: str, texts: Sequence[str], calls: Sequence[Call] = (), *, stream: bool, thought: str = "") -> Told:
+    """An answer of a thought, these texts (chunks of one) and calls."""
     told = {"openai": _openai, "responses": _responses, "anthropic": _anthropic, "gemini": _gemini}[dialect]
-    return told(texts, calls, stream)
+    return told(texts, calls, stream, thought)
+
+
+THOUGHT_TOKENS: Final = 3
+SIGNATURE: Final = "c2lnMQ=="
+"""Of every thought; base64, as Gemini's are."""
 
 
 def refuses(dialect: str, status: int, message: str, **headers: str) -> Told:
@@ -44,33 +49,40 @@ def refuses(dialect: str, status: int, message: str, **headers: str) -> Told:
     )
 
 
-def _openai(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Told:
+def _openai(texts: Sequence[str], calls: Sequence[Call], stream: bool, thought: str) -> Told:
     usage = {
         "prompt_tokens": PROMPT_TOKENS,
         "completion_tokens": ANSWER_TOKENS,
         "total_tokens": PROMPT_TOKENS + ANSWER_TOKENS,
         "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS},
+        **({"completion_tokens_details": {"reasoning_tokens": THOUGHT_TOKENS}} if thought else {}),
     }
+    signed = {"extra_content": {"google": {"thought_signature": SIGNATURE}}} if thought else {}
     base: dict[str, Any] = {"id": "chatcmpl-1", "created": 1, "model": "up-1"}
     reason = "tool_calls" if calls else "stop"
     if not stream:
         made = [
             {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": _json(arguments)}}
+            | ({} if number else signed)
             for number, (name, arguments) in enumerate(calls)
         ]
         message = {"role": "assistant", "content": "".join(texts) or None} | ({"tool_calls": made} if made else {})
+        message |= {"reasoning_content": thought} if thought else {}
         choice = {"index": 0, "message": message, "finish_reason": reason}
         whole = chat.ChatCompletion.model_validate(
             {**base, "object": "chat.completion", "choices": [choice], "usage": usage}
         )
         return Told([whole.model_dump_json().encode()])
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, *({"content": text} for text in texts)]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{"reasoning_content": part} for part in (thought[:2], thought[2:]) if part]
+    deltas += [{"content": text} for text in texts]
     for number, (name, arguments) in enumerate(calls):
         head = {
             "index": number,
             "id": f"call_{number}",
             "type": "function",
             "function": {"name": name, "arguments": ""},
+            **({} if number else signed),
         }
         deltas.append({"tool_calls": [head]})
         written = _json(arguments)
@@ -84,12 +96,12 @@ def _openai(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Told:
     return Told([*events(*told), b"data: [DONE]\n\n"], media=SSE)
 
 
-def _responses(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Told:
+def _responses(texts: Sequence[str], calls: Sequence[Call], stream: bool, thought: str) -> Told:
     usage = {
         "input_tokens": PROMPT_TOKENS,
         "input_tokens_details": {"cached_tokens": CACHED_TOKENS, "cache_write_tokens": 0},
         "output_tokens": ANSWER_TOKENS,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": THOUGHT_TOKENS if thought else 0},
         "total_tokens": PROMPT_TOKENS + ANSWER_TOKENS,
     }
     part = {"type": "output_text", "text": "".join(texts), "annotations": [], "logprobs": []}
@@ -105,7 +117,9 @@ def _responses(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Tol
         }
         for number, (name, arguments) in enumerate(calls)
     ]
-    items = [*([message] if texts else []), *called]
+    summary = [{"type": "summary_text", "text": thought}]
+    reasoning = {"id": "rs_1", "type": "reasoning", "summary": summary, "encrypted_content": SIGNATURE}
+    items = [*([reasoning] if thought else []), *([message] if texts else []), *called]
     base = {"id": "resp_1", "object": "response", "created_at": 1, "model": "up-1", "parallel_tool_calls": True}
     ended = {**base, "tool_choice": "auto", "tools": [], "status": "completed", "output": items, "usage": usage}
     whole = responses.Response.model_validate(ended).model_dump(mode="json", exclude_none=True)
@@ -116,7 +130,18 @@ def _responses(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Tol
     ]
     for index, item in enumerate(items):
         at = {"output_index": index, "item_id": item["id"]}
-        if item["type"] == "message":
+        if item["type"] == "reasoning":
+            begun = {"id": "rs_1", "type": "reasoning", "summary": []}
+            told.append({"type": "response.output_item.added", "output_index": index, "item": begun})
+            at["summary_index"] = 0
+            told.append({"type": "response.reasoning_summary_part.added", **at, "part": {**summary[0], "text": ""}})
+            told += [
+                {"type": "response.reasoning_summary_text.delta", **at, "delta": piece}
+                for piece in (thought[:2], thought[2:])
+            ]
+            told.append({"type": "response.reasoning_summary_text.done", **at, "text": thought})
+            told.append({"type": "response.reasoning_summary_part.done", **at, "part": summary[0]})
+        elif item["type"] == "message":
             told.append({"type": "response.output_item.added", "output_index": index, "item": {**item, "content": []}})
             at["content_index"] = 0
             told += [{"type": "response.output_text.delta", **at, "delta": text, "logprobs": []} for text in texts]
@@ -136,16 +161,19 @@ def _responses(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Tol
     return Told(named(*({**one, "sequence_number": number} for number, one in enumerate(told))), media=SSE)
 
 
-def _anthropic(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Told:
+def _anthropic(texts: Sequence[str], calls: Sequence[Call], stream: bool, thought: str) -> Told:
     usage = {
         "input_tokens": PROMPT_TOKENS - CACHED_TOKENS,
         "cache_read_input_tokens": CACHED_TOKENS,
         "cache_creation_input_tokens": 0,
         "output_tokens": ANSWER_TOKENS,
+        **({"output_tokens_details": {"thinking_tokens": THOUGHT_TOKENS}} if thought else {}),
     }
     reason = "tool_use" if calls else "end_turn"
     base: dict[str, Any] = {"id": "msg_1", "type": "message", "role": "assistant", "model": "up-1"}
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": "".join(texts)}] if texts else []
+    blocks: list[dict[str, Any]] = []
+    blocks += [{"type": "thinking", "thinking": thought, "signature": SIGNATURE}] if thought else []
+    blocks += [{"type": "text", "text": "".join(texts)}] if texts else []
     blocks += [
         {"type": "tool_use", "id": f"toolu_{number}", "name": name, "input": arguments}
         for number, (name, arguments) in enumerate(calls)
@@ -158,9 +186,14 @@ def _anthropic(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Tol
     for index, block in enumerate(blocks):
         is_text = block["type"] == "text"
         empty = {**block, "text": ""} if is_text else {**block, "input": {}}
+        if block["type"] == "thinking":
+            empty = {**block, "thinking": "", "signature": ""}
         told.append({"type": "content_block_start", "index": index, "content_block": empty})
         if is_text:
             parts = [{"type": "text_delta", "text": text} for text in texts]
+        elif block["type"] == "thinking":
+            parts = [{"type": "thinking_delta", "thinking": part} for part in (thought[:2], thought[2:])]
+            parts.append({"type": "signature_delta", "signature": SIGNATURE})
         else:
             written = _json(block["input"])
             parts = [{"type": "input_json_delta", "partial_json": part} for part in (written[:5], written[5:])]
@@ -171,14 +204,18 @@ def _anthropic(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Tol
     return Told(named(*told), media=SSE)
 
 
-def _gemini(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Told:
+def _gemini(texts: Sequence[str], calls: Sequence[Call], stream: bool, thought: str) -> Told:
     usage = {
         "promptTokenCount": PROMPT_TOKENS,
         "cachedContentTokenCount": CACHED_TOKENS,
-        "candidatesTokenCount": ANSWER_TOKENS,
+        "candidatesTokenCount": ANSWER_TOKENS - (THOUGHT_TOKENS if thought else 0),
+        **({"thoughtsTokenCount": THOUGHT_TOKENS} if thought else {}),
         "totalTokenCount": PROMPT_TOKENS + ANSWER_TOKENS,
     }
-    called = [{"functionCall": {"name": name, "args": arguments}} for name, arguments in calls]
+    called: list[dict[str, Any]] = [{"functionCall": {"name": name, "args": arguments}} for name, arguments in calls]
+    thoughts = [{"text": thought, "thought": True}] if thought else []
+    if called and thought:
+        called[0]["thoughtSignature"] = SIGNATURE
 
     def content(parts: list[dict[str, Any]], **more: Any) -> bytes:
         value = {
@@ -189,8 +226,8 @@ def _gemini(texts: Sequence[str], calls: Sequence[Call], stream: bool) -> Told:
         return made.model_dump_json(by_alias=True, exclude_none=True).encode()
 
     if not stream:
-        return Told([content([*({"text": text} for text in texts), *called], finishReason="STOP")])
-    told = [content([{"text": text}]) for text in texts]
+        return Told([content([*thoughts, *({"text": text} for text in texts), *called], finishReason="STOP")])
+    told = [content([part]) for part in (*thoughts, *({"text": text} for text in texts))]
     told.append(content([*called, {"text": ""}], finishReason="STOP"))
     return Told(events(*told), media=SSE)
 

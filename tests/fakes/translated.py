@@ -9,8 +9,19 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from engine.protocol import Sampling
-from gateway.types import CallDelta, ChatPrompt, FinishReason, Media, Request, Tenant, TextDelta, Tool
-from gateway.upstreams.translation.base import UNLIMITED, AnswerReader, Delta
+from gateway.types import (
+    CallDelta,
+    ChatPrompt,
+    Delta,
+    FinishReason,
+    Media,
+    Request,
+    Tenant,
+    TextDelta,
+    ThinkingDelta,
+    Tool,
+)
+from gateway.upstreams.translation.base import UNLIMITED, AnswerReader
 
 Message = dict[str, Any]
 
@@ -70,6 +81,8 @@ def heard(deltas: Iterable[Delta]) -> tuple[str, list[tuple[str, str]]]:
         if isinstance(delta, TextDelta):
             assert delta.text
             text += delta.text
+            continue
+        if isinstance(delta, ThinkingDelta):
             continue
         assert isinstance(delta, CallDelta)
         if delta.name:

@@ -55,6 +55,7 @@ class Part(NamedTuple):
     call     of a tool_use block, as templates take it
     call_id  of a tool_use or tool_result block
     control  its cache_control
+    seal     signature of a thought, or what is in place of it
     begins   whether it is the first of a message that continues the turn before it
     media    images and files in it, at their places in the text
     """
@@ -67,6 +68,7 @@ class Part(NamedTuple):
     control: Mapping[str, str] | None = None
     begins: bool = False
     media: tuple[Media, ...] = ()
+    seal: str = ""
 
 
 class _Joined(NamedTuple):
@@ -177,11 +179,13 @@ _BLOCKS: Final[dict[str, Check[Part]]] = {
         ),
         _tool_use,
     ),
-    "thinking": made(  # the signature is nothing that this server could check
+    "thinking": made(  # the signature is for the upstream that made it
         record("thinking", type=_string, thinking=_string, signature=_string),
-        lambda block, path: Part("thinking", path, block["thinking"]),
+        lambda block, path: Part("thinking", path, block["thinking"], seal=block.get("signature", "")),
     ),
-    "redacted_thinking": made(record("data", type=_string, data=_string), lambda _, path: Part("thinking", path)),
+    "redacted_thinking": made(
+        record("data", type=_string, data=_string), lambda block, path: Part("thinking", path, seal=block["data"])
+    ),
 }
 _elsewhere: Final = {
     "url": made(

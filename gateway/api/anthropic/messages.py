@@ -10,7 +10,7 @@ as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -214,7 +214,19 @@ def _assistant(turn: _Turn, conversation: Conversation) -> dict[str, str]:
             message.setdefault("tool_calls", []).append(part.call)
     if thoughts := [part.text for part in turn.parts if part.kind == "thinking" and part.text]:
         message["reasoning_content"] = "\n".join(thoughts)
+    if any(part.seal for part in turn.parts):
+        message["thoughts"] = list(_seals(turn.parts))
     return called
+
+
+def _seals(parts: Sequence[Part]) -> Iterator[tuple[int, str]]:
+    """Those of thoughts, with the number of the call that they come before; -1: before the text."""
+    call = -1
+    for part in parts:
+        if part.seal:
+            yield call, part.seal
+        elif part.kind != "thinking":
+            call = max(call, 0) + (part.kind == "tool_use")
 
 
 def _add(role: str, parts: Sequence[Part], conversation: Conversation) -> dict[str, Any]:

@@ -127,7 +127,7 @@ MESSAGES: Final = table(
         "thinking",
         thinking,
         "object: `type` `enabled` with `budget_tokens`, `adaptive`, `between_tools` or `disabled`",
-        "Checked, also against other parameters. For translated requests: engines' models think as they were made to.",
+        "Checked, also against other parameters. For translated requests.",
     ),
     no_effect("metadata", record(user_id=text(512)), "object: `user_id`", "The key says which tenant it is."),
     used(

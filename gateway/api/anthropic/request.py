@@ -15,7 +15,7 @@ from gateway.api.anthropic.parameters import COUNT, MESSAGES, SAMPLING
 from gateway.api.anthropic.tools import DefinedTool, tool_use
 from gateway.api.anthropic.wire import Version
 from gateway.api.cache_control import from_body
-from gateway.api.call import Call
+from gateway.api.call import Call, take_thoughts
 from gateway.api.fields import invalid, read, unsupported
 from gateway.api.tiers import ANTHROPIC_TIERS
 from gateway.config import AnthropicSettings, LeaseSettings
@@ -122,6 +122,7 @@ def _prompt(values: dict[str, Any], settings: AnthropicSettings, leases: LeaseSe
         min_breakpoint_tokens=settings.min_cache_tokens,
         continues=conversation.continues,
         media=tuple(conversation.media),
+        thoughts=take_thoughts(conversation.messages),
     )
     return prompt, caching
 

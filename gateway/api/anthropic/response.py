@@ -14,17 +14,20 @@ import orjson
 
 from gateway.api.anthropic.caching import Cached
 from gateway.api.anthropic.wire import error_json, time_text
-from gateway.api.replies import Answer, Stamp, event, json_text, new_id
+from gateway.api.replies import Answer, Stamp, ToldThought, ToolCall, event, json_text, new_id
 from gateway.api.stream import Shape
 from gateway.api.tools import read_arguments
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, Tier, Usage
+from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta, ThinkingDelta, Tier, Usage
 
 ServiceTier = Literal["standard", "priority", "batch"]
 SERVED_TIERS: Final[Mapping[Tier, ServiceTier]] = {"priority": "priority", "default": "standard", "flex": "standard"}
 
 _REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_CUMULATIVE: Final = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+_CUMULATIVE: Final = (
+    *("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"),
+    *("output_tokens", "output_tokens_details"),
+)
 _DELTA: Final = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":'
 _NO_END: Final = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
 _PING: Final = event("ping", {"type": "ping"})
@@ -55,8 +58,7 @@ class MessageShape(Shape):
     def body(self, answers: list[Answer], usage: Usage) -> bytes:
         """The answer to a request that does not stream."""
         (answer,) = answers
-        content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
-        content += [{**_tool_use(call.name), "input": read_arguments(call.arguments)} for call in answer.calls]
+        content = [_block(part) for part in answer.in_order()]
         end = _end(answer.reason, answer.stop, usage, self._max_tokens)
         return orjson.dumps({**self._message(content), **end, "usage": self._usage(usage)})
 
@@ -80,11 +82,31 @@ class MessageShape(Shape):
             data = self._begin("tool_use", {**_tool_use(delta.name), "input": {}}) + self._partial("")
         return data + self._partial(delta.arguments) if delta.arguments else data
 
+    def thinking(self, index: int, delta: ThinkingDelta) -> bytes:
+        """A chunk of a thought, in a block that is opened if need be. A signature closes it; alone it is a block."""
+        data = b""
+        if delta.text:
+            if self._open != "thinking":
+                data = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            data += b'%b{"type":"thinking_delta","thinking":%b}}\n\n' % (self._head, json_text(delta.text))
+        if not delta.signature:
+            return data
+        if self._open != "thinking":
+            data += self._begin("redacted_thinking", {"type": "redacted_thinking", "data": delta.signature})
+        else:
+            written = json_text(delta.signature)
+            data += b'%b{"type":"signature_delta","signature":%b}}\n\n' % (self._head, written)
+        return data + self._stop()
+
     def closing(self, index: int, finished: Finished) -> bytes:
         """The end of the last block, and why there is no other."""
         end = _end(finished.reason, finished.stop, finished.usage, self._max_tokens)
         usage = self._usage(finished.usage)
-        reported = {"type": "message_delta", "delta": end, "usage": {key: usage[key] for key in _CUMULATIVE}}
+        reported = {
+            "type": "message_delta",
+            "delta": end,
+            "usage": {key: usage[key] for key in _CUMULATIVE if key in usage},
+        }
         return self._stop() + event("message_delta", reported)
 
     def ending(self, usage: Usage) -> bytes:
@@ -106,6 +128,9 @@ class MessageShape(Shape):
                 "ephemeral_1h_input_tokens": cached.written_1h,
             },
             "output_tokens": usage.completion_tokens,
+            **(
+                {"output_tokens_details": {"thinking_tokens": thoughts}} if (thoughts := usage.reasoning_tokens) else {}
+            ),
             "service_tier": self._service_tier,
             **({} if self.lease is None else {"cache_lease": self.lease}),
         }
@@ -140,6 +165,16 @@ class MessageShape(Shape):
 
 def _tool_use(name: str) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name}
+
+
+def _block(part: ToldThought | str | ToolCall) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, ToolCall):
+        return {**_tool_use(part.name), "input": read_arguments(part.arguments)}
+    if part.text:
+        return {"type": "thinking", "thinking": part.text, "signature": part.signature}
+    return {"type": "redacted_thinking", "data": part.signature}
 
 
 def _end(reason: FinishReason, stop: str | None, usage: Usage, max_tokens: int) -> dict[str, Any]:

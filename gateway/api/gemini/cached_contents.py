@@ -16,7 +16,7 @@ from aiohttp import web
 
 from engine.protocol import Sampling
 from gateway.api.answering import Answering, parsed
-from gateway.api.call import Call
+from gateway.api.call import Call, take_thoughts
 from gateway.api.dialect import EXAMPLE_MODEL, Route
 from gateway.api.fields import (
     anything,
@@ -134,6 +134,7 @@ def _messages(values: dict[str, Any]) -> list[dict[str, Any]]:
         raise refusal(media[0])
     if not messages:
         raise missing("contents")
+    take_thoughts(messages)
     return messages
 
 

@@ -57,7 +57,13 @@ class Function(NamedTuple):
     media: tuple[Media, ...] = ()
 
 
-Part = str | Function | Media
+class Signature(NamedTuple):
+    """Of a thought, before the part that had it."""
+
+    text: str
+
+
+Part = str | Function | Media | Signature
 
 
 class Content(NamedTuple):
@@ -143,7 +149,7 @@ PART: Final = table(
         "What a call returned: `name`, `response`, `id`.",
     ),
     used("thought", boolean, "boolean", "Such a part of an earlier answer is left out of the prompt."),
-    no_effect("thoughtSignature", _string, "string", "Answers carry none."),
+    used("thoughtSignature", _string, "string", "Of an upstream's model, which gets it back."),
     no_effect("partMetadata", an_object, "object", "Not kept."),
     no_effect("mediaResolution", anything, "object", "Models of upstreams look as closely as they like."),
     used(
@@ -169,26 +175,26 @@ _DATA: Final = ("text", "functionCall", "functionResponse", "inlineData", "fileD
 
 
 @takes(message_schema(PART))
-def _part(value: Any, path: str) -> Part | None:
-    """None for a thought."""
+def _part(value: Any, path: str) -> tuple[Part, ...]:
+    """Nothing but the signature of a thought."""
     fields = read(value, PART, path)
     data = [name for name in _DATA if name in fields]
     if len(data) != 1:
         raise invalid(path, f"exactly one of {', '.join(_DATA)} is expected")
+    signed = (Signature(fields["thoughtSignature"]),) if fields.get("thoughtSignature") else ()
     if fields.get("thought"):
-        return None
+        return signed
     (kind,) = data
     if kind == "text":
-        text: str = fields["text"]
-        return text
+        return (*signed, fields["text"])
     inner = fields[kind]
     if kind == "inlineData" or kind == "fileData":
-        media: Media = inner
-        return media
+        return (*signed, inner)
     if not inner.get("name"):
         raise invalid(f"{path}.{kind}.name", "it is missing or empty")
     inside = inner.get("args" if kind == "functionCall" else "response", {})
-    return Function(kind, inner["name"], inside, inner.get("id") or None, tuple(inner.get("parts", ())))
+    made = Function(kind, inner["name"], inside, inner.get("id") or None, tuple(inner.get("parts", ())))
+    return (*signed, made)
 
 
 CONTENT: Final = table(
@@ -206,12 +212,13 @@ def content(value: Any, path: str) -> Content:
         raise wrong_value(f"{path}.role", role, ROLES)
     if not fields.get("parts"):
         raise invalid(f"{path}.parts", "one part or more is expected")
-    for index, part in enumerate(fields["parts"]):
-        if isinstance(part, Function) and (part.kind == "functionCall") != (role == "model"):
+    for index, parts in enumerate(fields["parts"]):
+        last = parts[-1] if parts else None
+        if isinstance(last, Function) and (last.kind == "functionCall") != (role == "model"):
             raise invalid(f"{path}.parts[{index}]", f"a content of '{role}' has no such part")
-        if isinstance(part, Media) and role == "model":
-            raise refusal(part)
-    return Content(role, tuple(part for part in fields["parts"] if part is not None))
+        if isinstance(last, Media) and role == "model":
+            raise refusal(last)
+    return Content(role, tuple(part for parts in fields["parts"] for part in parts))
 
 
 @takes({"anyOf": [content.schema, {"type": "string"}]})
@@ -220,12 +227,13 @@ def instruction(value: Any, path: str) -> str:
     if type(value) is str:
         return value
     parts = read(value, CONTENT, path).get("parts", [])
-    for index, part in enumerate(parts):
-        if isinstance(part, Function):
+    for index, several in enumerate(parts):
+        if any(isinstance(part, Function) for part in several):
             raise invalid(f"{path}.parts[{index}]", "a system instruction is text")
-        if isinstance(part, Media):
-            raise refusal(part)
-    return "".join(part for part in parts if isinstance(part, str))
+        for part in several:
+            if isinstance(part, Media):
+                raise refusal(part)
+    return "".join(part for several in parts for part in several if isinstance(part, str))
 
 
 _several = repeated(content)
@@ -300,7 +308,7 @@ class _Calls:
 
 def _answer(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> None:
     """Adds a turn of the model, its texts as a list; one of thoughts alone is none."""
-    if not parts:
+    if not any(part for part in parts if not isinstance(part, Signature)):
         return
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
@@ -308,6 +316,10 @@ def _answer(messages: list[Message], parts: Sequence[Part], calls: _Calls) -> No
     for part in parts:
         if isinstance(part, str):
             message["content"].append(part)
+        elif isinstance(part, Signature):
+            begun = "tool_calls" in message or any(message["content"])
+            before = len(message.get("tool_calls", ())) if begun else -1
+            message.setdefault("thoughts", []).append((before, part.text))
         elif isinstance(part, Function):
             function = {"name": part.name, "arguments": part.data}
             call = {"id": calls.made(part), "type": "function", "function": function}
@@ -319,6 +331,8 @@ def _question(messages: list[Message], media: list[Media], parts: Sequence[Part]
     response is one."""
     begin = len(messages)
     for part in parts:
+        if isinstance(part, Signature):
+            continue
         if not isinstance(part, Function):
             if len(messages) == begin or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})

@@ -87,7 +87,7 @@ GENERATION: Final = table(
         "thinkingConfig",
         message(THINKING),
         "object",
-        "For translated requests: engines' models reason as they were made to.",
+        "For translated requests; engines' models reason as made.",
     ),
     no_effect("mediaResolution", _string, "string", "There are no media."),
     no_effect("enableEnhancedCivicAnswers", boolean, "boolean", "There is only one kind of answers."),

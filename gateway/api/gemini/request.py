@@ -6,7 +6,7 @@ import re
 from typing import Any, Final, NamedTuple
 
 from engine.protocol import Sampling
-from gateway.api.call import MAX_PROMPTS, Call, Choices
+from gateway.api.call import MAX_PROMPTS, Call, Choices, take_thoughts
 from gateway.api.constraints import constraint, json_schema
 from gateway.api.fields import an_object, invalid, missing
 from gateway.api.gemini.contents import to_messages
@@ -72,7 +72,8 @@ def to_call(
         raise invalid("generationConfig.candidateCount", f"one request may ask for {max_answers} answers")
     messages, media = to_messages(values.get("systemInstruction"), values["contents"])
     markers = () if cached is None else (cached.marker,)
-    prompt = ChatPrompt(messages, markers=markers, tools=declared, media=tuple(media))
+    thoughts = take_thoughts(messages)
+    prompt = ChatPrompt(messages, markers=markers, tools=declared, media=tuple(media), thoughts=thoughts)
     return Call(
         model=model,
         prompts=(prompt,),

@@ -14,17 +14,22 @@ import orjson
 
 from engine.protocol import Hello
 from gateway.api.gemini.wire import error_json
-from gateway.api.replies import Answer, Stamp, ToolCall, data, json_line
+from gateway.api.replies import Answer, Stamp, ToldThought, ToolCall, data, json_line
 from gateway.api.stream import Shape
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, TextDelta, Usage
+from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, TextDelta, ThinkingDelta, Usage
 
 METHODS = ("generateContent", "countTokens", "createCachedContent")
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
     """promptTokenCount is the whole prompt, what was cached included."""
-    fields: dict[str, Any] = {"promptTokenCount": usage.prompt_tokens, "candidatesTokenCount": usage.completion_tokens}
+    thoughts = usage.reasoning_tokens
+    fields: dict[str, Any] = {
+        "promptTokenCount": usage.prompt_tokens,
+        "candidatesTokenCount": usage.completion_tokens - thoughts,
+    }
+    fields |= {"thoughtsTokenCount": thoughts} if thoughts else {}
     fields["totalTokenCount"] = usage.total_tokens
     fields["promptTokensDetails"] = _text_tokens(usage.prompt_tokens)
     if usage.cached_tokens:
@@ -47,6 +52,7 @@ class GeminiShape(Shape):
         self._begun = False
         self._calls = [_Calls() for _ in range(n)]
         self._closed = 0
+        self._signatures: dict[int, str] = {}  # by candidate, of a thought that nothing came after yet
         self._last: dict[str, Any] = {}  # the last candidate's end, which goes out with the usage
 
     def stamp(self) -> Stamp:
@@ -63,17 +69,30 @@ class GeminiShape(Shape):
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A chunk of text, with the log probabilities of its tokens where they are requested."""
-        return self._chunk(_candidate(index, [{"text": delta.text}], delta.scored or None))
+        signed = _signed(self._signatures.pop(index, "")) if self._signatures else {}
+        return self._chunk(_candidate(index, [{"text": delta.text, **signed}], delta.scored or None))
+
+    def thinking(self, index: int, delta: ThinkingDelta) -> bytes:
+        """Its text. A signature waits for what comes after it, which has it in this API."""
+        parts = [part] if (part := self._calls[index].take()) else []
+        if delta.text:
+            parts.append({"text": delta.text, "thought": True})
+        if delta.signature:
+            parts += _alone(self._signatures.pop(index, ""))
+            self._signatures[index] = delta.signature
+        return self._chunk(_candidate(index, parts)) if parts else b""
 
     def call(self, index: int, delta: CallDelta) -> bytes:
         """The call before, when another begins: only then is it known to be complete."""
-        part = self._calls[index].feed(delta)
+        part = self._calls[index].feed(delta, self._signatures.pop(index, "") if delta.name else "")
         return self._chunk(_candidate(index, [part])) if part else b""
 
     def closing(self, index: int, finished: Finished) -> bytes:
         """The reason, and the last call. Of the last candidate it waits for the usage."""
         calls = self._calls[index]
-        parts = [part] if (part := calls.end()) else [{"text": ""}]
+        parts = [part] if (part := calls.end()) else []
+        if not parts or index in self._signatures:
+            parts.append({"text": "", **_signed(self._signatures.pop(index, ""))})
         candidate = _candidate(index, parts) | _reason(finished.reason, broken=calls.broken)
         self._closed += 1
         if self._closed < self._n:
@@ -115,16 +134,22 @@ class _Calls:
     """The calls of one candidate, one after another."""
 
     def __init__(self) -> None:
-        self._number, self._name, self._chunks = -1, "", [""]
+        self._number, self._name, self._chunks, self._signature = -1, "", [""], ""
         self.broken = False  # one of them could not be read
 
-    def feed(self, delta: CallDelta) -> dict[str, Any] | None:
-        """The part that this chunk completes."""
+    def feed(self, delta: CallDelta, signature: str) -> dict[str, Any] | None:
+        """The part that this chunk completes. `signature` of a call that begins."""
         if delta.call == self._number:
             self._chunks.append(delta.arguments)
             return None
         part = self.end()
         self._number, self._name, self._chunks = delta.call, delta.name, [delta.arguments]
+        self._signature = signature
+        return part
+
+    def take(self) -> dict[str, Any] | None:
+        """The part of the last call, which no chunk follows."""
+        part, self._number = self.end(), -1
         return part
 
     def end(self) -> dict[str, Any] | None:
@@ -133,7 +158,7 @@ class _Calls:
             return None
         part = _call_part(ToolCall(self._name, "".join(self._chunks)))
         self.broken |= part is None
-        return part
+        return None if part is None else part | _signed(self._signature)
 
 
 def _call_part(call: ToolCall) -> dict[str, Any] | None:
@@ -143,6 +168,15 @@ def _call_part(call: ToolCall) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return {"functionCall": {"name": call.name, "args": args}} if type(args) is dict else None
+
+
+def _signed(signature: str) -> dict[str, Any]:
+    return {"thoughtSignature": signature} if signature else {}
+
+
+def _alone(signature: str) -> list[dict[str, Any]]:
+    """A part for a signature that nothing comes after but another."""
+    return [{"text": "", "thought": True, "thoughtSignature": signature}] if signature else []
 
 
 def _reason(reason: FinishReason, *, broken: bool) -> dict[str, Any]:
@@ -156,11 +190,23 @@ def _reason(reason: FinishReason, *, broken: bool) -> dict[str, Any]:
 
 
 def _whole(index: int, answer: Answer) -> dict[str, Any]:
-    parts = [_call_part(call) for call in answer.calls]
-    calls = [part for part in parts if part is not None]
-    texts = [{"text": answer.text}] if answer.text or not calls else []
-    reason = _reason(answer.reason, broken=len(calls) < len(parts))
-    return _candidate(index, texts + calls, answer.scored) | reason
+    parts: list[dict[str, Any]] = []
+    signature, broken = "", False
+    for part in answer.in_order():
+        if isinstance(part, ToldThought):
+            parts += [{"text": part.text, "thought": True}] if part.text else []
+            if part.signature:
+                parts += _alone(signature)
+                signature = part.signature
+            continue
+        written = {"text": part} if isinstance(part, str) else _call_part(part)
+        broken |= written is None
+        if written is not None:
+            parts.append(written | _signed(signature))
+            signature = ""
+    if signature or all(part.get("thought") for part in parts):
+        parts.append({"text": "", **_signed(signature)})
+    return _candidate(index, parts, answer.scored) | _reason(answer.reason, broken=broken)
 
 
 def _candidate(

@@ -12,7 +12,7 @@ from typing import Any, Final
 import orjson
 
 from gateway.api.body import deeper_than
-from gateway.api.fields import Check, anything, array_of, made, missing, record, tagged, takes, text, text_or
+from gateway.api.fields import Check, an_object, anything, array_of, made, missing, record, tagged, takes, text, text_or
 from gateway.api.openai.caching import check_breakpoint, check_control
 from gateway.api.openai.media import chat_media
 from gateway.api.openai.tools import arguments_of
@@ -59,7 +59,18 @@ def _assistant(given: Message, path: str) -> Message:
     message: Message = {"role": "assistant", "content": given.get("content", given.get("refusal", ""))}
     if calls:
         message["tool_calls"] = calls
-    return message | {name: given[name] for name in ("reasoning_content", "name", "cache_control") if name in given}
+    message |= {name: given[name] for name in ("reasoning_content", "name", "cache_control") if name in given}
+    if thoughts := _thoughts(given, calls):
+        message["thoughts"] = thoughts
+    return message
+
+
+def _thoughts(given: Message, calls: list[Message]) -> list[tuple[int, str]]:
+    """Signatures of an earlier answer, as replies to chats have them. What is none is left out."""
+    details = [one for one in given.get("reasoning_details", ()) if type(one) is dict]
+    found = [(-1, one.get("data")) for one in details]
+    found += [(number, call.pop("signature", None)) for number, call in enumerate(calls)]
+    return [(call, signature) for call, signature in found if type(signature) is str]
 
 
 def _function(given: Message, path: str) -> Message:
@@ -68,7 +79,11 @@ def _function(given: Message, path: str) -> Message:
 
 def _call(given: Message, path: str) -> Message:
     """A call of a tool, also of a custom tool: the model is offered it as a function."""
-    return {"id": given["id"], "type": "function", "function": given[given["type"]]}
+    call = {"id": given["id"], "type": "function", "function": given[given["type"]]}
+    extra = given.get("extra_content", {}).get("google")
+    if type(extra) is dict and (signature := extra.get("thought_signature")) is not None:
+        call["signature"] = signature  # until the message is read, which takes it out
+    return call
 
 
 _called = record("name", "arguments", name=_string, arguments=_string)
@@ -76,7 +91,7 @@ _called_custom = made(
     record("name", "input", name=_string, input=_string),
     lambda given, _: {"name": given["name"], "arguments": arguments_of(given["input"])},
 )
-_identified = {"id": _string, "type": _string, "index": anything}
+_identified = {"id": _string, "type": _string, "index": anything, "extra_content": an_object}
 _tool_call = tagged(
     "type",
     {
@@ -100,6 +115,7 @@ _message = tagged(
                 tool_calls=array_of(_tool_call),
                 function_call=_called,
                 reasoning_content=_string,
+                reasoning_details=array_of(anything, what="an array of objects"),
                 annotations=anything,
                 audio=_no_audio,
                 **_every,

@@ -240,7 +240,7 @@ CHAT = table(
         "reasoning_effort",
         choice(*EFFORTS),
         "",
-        "For translated requests: engines' models reason as they were made to.",
+        "For translated requests; engines' models reason as made.",
     ),
     no_effect("verbosity", choice("low", "medium", "high"), "", "As the model likes it."),
     no_effect(

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.protocol import Sampling
 from gateway.api.cache_control import from_body
-from gateway.api.call import MAX_PROMPTS, NEW_DOCUMENT, Call, Choices
+from gateway.api.call import MAX_PROMPTS, NEW_DOCUMENT, Call, Choices, take_thoughts
 from gateway.api.fields import invalid, read
 from gateway.api.openai.caching import NO_BREAKPOINTS, Caching, join_messages, place_markers
 from gateway.api.openai.parameters import CHAT, COMPLETION
@@ -42,9 +42,10 @@ def parse_chat(body: dict[str, Any], leases: LeaseSettings) -> Call:
     found = join_messages(messages)
     caching = place_markers(messages, found, values.get("prompt_cache_options", {}), leases)
     tools, use = read_chat_tools(values)
+    thoughts = take_thoughts(messages)
     return read_call(
         values,
-        (ChatPrompt(messages, markers=caching.markers, tools=tools, media=tuple(found.media)),),
+        (ChatPrompt(messages, markers=caching.markers, tools=tools, media=tuple(found.media), thoughts=thoughts),),
         "messages",
         max_tokens=values.get("max_completion_tokens", values.get("max_tokens", 0)),
         logprobs=values.get("top_logprobs", 0) if values.get("logprobs") else None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,10 +18,10 @@ from engine.protocol import Hello, Namespace
 from gateway.api.call import Call
 from gateway.api.openai.tools import custom_names, input_of, names_a_tool
 from gateway.api.openai.wire import error_json
-from gateway.api.replies import Answer, Stamp, data, json_line, json_text, new_id
+from gateway.api.replies import Answer, Stamp, ToldThought, ToolCall, data, json_line, json_text, new_id
 from gateway.api.stream import Shape
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, ScoredToken, Spelled, Started, TextDelta, Tier, Usage
+from gateway.types import CallDelta, Finished, ScoredToken, Spelled, Started, TextDelta, ThinkingDelta, Tier, Usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -41,7 +42,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
             **({"cache_lease": usage.lease} if usage.lease else {}),
         },
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": usage.reasoning_tokens,
             "audio_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
@@ -115,6 +116,8 @@ class ChatShape(_ChoicesShape):
         self._deprecated = bool(body.get("functions"))  # at most one call, which is no list
         self._named = names_a_tool(body)  # the call is then no reason to end
         self._custom = custom_names(body)
+        self._signatures: dict[int, str] = {}  # by choice, of a thought that nothing came after yet
+        self._details = Counter[int]()  # by choice, signatures that came before no call
         self._inputs: dict[int, tuple[int, list[str]]] = {}  # by choice, of a call of a custom tool: its arguments
 
     def prelude(self) -> bytes:
@@ -126,7 +129,24 @@ class ChatShape(_ChoicesShape):
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A chunk of text, with the log probabilities of its tokens where they are requested."""
         logprobs = json_line(chat_logprobs(delta.scored)) if delta.scored else b"null"
-        return self._chunk(index, b'"delta":{"content":%b}' % json_text(delta.text), b"null", logprobs)
+        before = self._detail(index) if self._signatures else b""
+        return before + self._chunk(index, b'"delta":{"content":%b}' % json_text(delta.text), b"null", logprobs)
+
+    def thinking(self, index: int, delta: ThinkingDelta) -> bytes:
+        """Its text as other servers write it. A signature waits for what comes after it."""
+        data = self._chunk(index, b'"delta":{"reasoning_content":%b}' % json_text(delta.text)) if delta.text else b""
+        if delta.signature:
+            data += self._detail(index)
+            self._signatures[index] = delta.signature
+        return data
+
+    def _detail(self, index: int) -> bytes:
+        """Of a signature that comes before no call, if there is one."""
+        if (signature := self._signatures.pop(index, None)) is None:
+            return b""
+        self._details[index] += 1
+        detail = _detail(signature, self._details[index] - 1)
+        return self._chunk(index, b'"delta":{"reasoning_details":[%b]}' % json_line(detail))
 
     def call(self, index: int, delta: CallDelta) -> bytes:
         """Id, type and name once, with the first chunk of a call: SDKs join repeated fields. The input of a custom
@@ -142,8 +162,10 @@ class ChatShape(_ChoicesShape):
         if not delta.name:
             del inside["name"]
         if self._deprecated:
-            return self._chunk(index, b'"delta":{"function_call":%b}' % json_line(inside))
+            return self._detail(index) + self._chunk(index, b'"delta":{"function_call":%b}' % json_line(inside))
         opened = {"id": new_call_id(), "type": kind} if delta.name else {}
+        if delta.name and (signature := self._signatures.pop(index, None)) is not None:
+            opened |= _extra(signature)
         return before + self._call(index, {"index": delta.call, **opened, kind: inside})
 
     def _input(self, index: int) -> bytes:
@@ -157,7 +179,8 @@ class ChatShape(_ChoicesShape):
         return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % json_line(fields))
 
     def closing(self, index: int, finished: Finished) -> bytes:
-        return self._input(index) + self._chunk(index, b'"delta":{}', b'"%b"' % self._reason(finished.reason).encode())
+        before = self._input(index) + self._detail(index)
+        return before + self._chunk(index, b'"delta":{}', b'"%b"' % self._reason(finished.reason).encode())
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {
@@ -174,7 +197,26 @@ class ChatShape(_ChoicesShape):
             message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
         elif answer.calls:
             message["tool_calls"] = [self._whole_call(call.name, call.arguments) for call in answer.calls]
+        if answer.thoughts:
+            self._add_thoughts(answer, message)
         return message
+
+    def _add_thoughts(self, answer: Answer, message: dict[str, Any]) -> None:
+        """As in a stream: the signature right before a call is the call's."""
+        calls = iter(message.get("tool_calls", ()))
+        signature, alone = "", list[str]()
+        for part in answer.in_order():
+            if isinstance(part, ToolCall) and (call := next(calls, None)) is not None:
+                call |= _extra(signature) if signature else {}
+                signature = ""
+            elif not isinstance(part, ToldThought) or part.signature:
+                alone += [signature] if signature else []
+                signature = part.signature if isinstance(part, ToldThought) else ""
+        alone += [signature] if signature else []
+        if text := "\n\n".join(thought.text for thought in answer.thoughts if thought.text):
+            message["reasoning_content"] = text
+        if alone:
+            message["reasoning_details"] = [_detail(one, number) for number, one in enumerate(alone)]
 
     def _whole_call(self, name: str, arguments: str) -> dict[str, Any]:
         kind = "custom" if name in self._custom else "function"
@@ -226,6 +268,16 @@ class CompletionShape(_ChoicesShape):
             "logprobs": None if scored is None else completion_logprobs(scored, answer.echoed, answer.prompt),
             "finish_reason": answer.reason,
         }
+
+
+def _detail(signature: str, number: int) -> dict[str, Any]:
+    """As OpenRouter writes one."""
+    return {"type": "reasoning.encrypted", "data": signature, "index": number}
+
+
+def _extra(signature: str) -> dict[str, Any]:
+    """Of a tool call, as Gemini's own chats have it."""
+    return {"extra_content": {"google": {"thought_signature": signature}}}
 
 
 def new_call_id() -> str:

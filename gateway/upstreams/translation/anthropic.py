@@ -11,13 +11,13 @@
     cache_control    from the breakpoints, 5 minutes or an hour; at most 4, and none of an hour behind one of 5 minutes
     media            images, PDFs, and files of text as bytes; names are titles. How closely to look cannot be said
 
-Thoughts of earlier turns are left out: the API takes them back only with its own signature.
+Thoughts of earlier turns are there where this model is to think again, and had made them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -25,11 +25,22 @@ import orjson
 
 from engine.protocol import Sampling
 from gateway.errors import BadRequestError, UpstreamRefusedError
-from gateway.types import MAX_BREAKPOINTS, CallDelta, ChatPrompt, Constraint, Marker, Media, Request, TextDelta, ToolUse
+from gateway.types import (
+    MAX_BREAKPOINTS,
+    CallDelta,
+    ChatPrompt,
+    Constraint,
+    Delta,
+    Marker,
+    Media,
+    Request,
+    TextDelta,
+    ThinkingDelta,
+    ToolUse,
+)
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
-    Delta,
     Field,
     Form,
     Table,
@@ -47,7 +58,7 @@ from gateway.upstreams.translation.base import (
     text_in,
     text_of,
 )
-from gateway.upstreams.translation.thoughts import BUDGETS, budget_of, effort_of, thoughts_of
+from gateway.upstreams.translation.thoughts import BUDGETS, Thoughts, budget_of, effort_of, seal, thoughts_of
 
 DEFAULT_MAX_TOKENS: Final = 4096
 """Every model of this API can write as many."""
@@ -76,6 +87,7 @@ _STATUS: Final = {
 }
 _IMAGES: Final = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _PDF: Final = "application/pdf"
+_THOUGHTS: Final = ("thinking", "redacted_thinking")
 _CUT: Final = ("max_tokens", "model_context_window_exceeded")
 
 Block = dict[str, Any]
@@ -119,12 +131,14 @@ class AnthropicMessages(Form):
         if not all(map(str.strip, request.stop)):
             raise lacks(_API, "stop string of blanks alone", "stop")
         thinking, effort = _thinking(request, chat, model, limit=body["max_tokens"] if "max_tokens" in asked else None)
-        if thinking and thinking["type"] != "disabled":
+        own: Thoughts = {}
+        if thinking is not None and thinking["type"] != "disabled":
             _check_thinking(request.sampling)
+            own = thoughts_of(chat, self.name, request.model)
             if "max_tokens" not in asked:
                 body["max_tokens"] += thinking.get("budget_tokens", MIN_BUDGET)
         tools = _tools(chat, use)
-        system, turns = _conversation(chat)
+        system, turns = _conversation(chat, own)
         if not turns:
             raise BadRequestError(f"{_API} take no conversation without any text.", param=request.prompt_param)
         _settle([*tools, *system, *(block for turn in turns for block in turn["content"])])
@@ -140,10 +154,10 @@ class AnthropicMessages(Form):
         return Written("/v1/messages", {**body, "messages": turns})
 
     def reader(self, request: Request) -> AnswerReader:
-        return _Reader()
+        return _Reader(request.model)
 
 
-def _conversation(chat: ChatPrompt) -> tuple[list[Block], list[Block]]:
+def _conversation(chat: ChatPrompt, thoughts: Thoughts) -> tuple[list[Block], list[Block]]:
     """The blocks of `system`, and the turns."""
     instructions, results = num_instructions(chat.messages), results_of(chat.messages)
     in_messages, media = [marker for marker in chat.markers if marker.tool is None], media_of(chat)
@@ -156,9 +170,11 @@ def _conversation(chat: ChatPrompt) -> tuple[list[Block], list[Block]]:
             block = {"type": "tool_result", "tool_use_id": _id(results[at][0]), "content": content}
             blocks = [block | _control(marked)]
         else:
-            blocks = _content(text, media.get(at, ()), marked)
+            blocks = [*_thoughts(thoughts.get((at, -1), ())), *_content(text, media.get(at, ()), marked)]
             if "tool_calls" in message:
-                blocks += _calls(message, at, marked)
+                blocks += _calls(message, at, marked, thoughts)
+            while blocks and blocks[-1]["type"] in _THOUGHTS:  # none may end a turn
+                blocks.pop()
         if at < instructions:
             system += blocks
         elif blocks:
@@ -216,8 +232,18 @@ def _texts(text: str, marked: Sequence[Marker]) -> list[Block]:
     return blocks
 
 
-def _calls(message: Mapping[str, Any], at: int, marked: Sequence[Marker]) -> Iterator[Block]:
+def _thoughts(own: Iterable[Block]) -> Iterator[Block]:
+    for content in own:
+        match content:
+            case {"thinking": str(text), "signature": str(signature)}:
+                yield {"type": "thinking", "thinking": text, "signature": signature}
+            case {"data": str(data)}:
+                yield {"type": "redacted_thinking", "data": data}
+
+
+def _calls(message: Mapping[str, Any], at: int, marked: Sequence[Marker], thoughts: Thoughts) -> Iterator[Block]:
     for number, call in enumerate(message.get("tool_calls") or ()):
+        yield from _thoughts(thoughts.get((at, number), ()))
         block = {"type": "tool_use", "id": _id(call_id(call, at, number)), "name": call["function"]["name"]}
         yield {**block, "input": arguments_of(call), **_control([one for one in marked if one.call == number])}
 
@@ -272,7 +298,7 @@ def _thinking(request: Request, chat: ChatPrompt, model: str, limit: int | None)
     budget = max(budget_of(thinking) or BUDGETS["medium"], MIN_BUDGET)
     if limit is not None and budget >= limit:
         budget = limit * 3 // 4
-    if budget < MIN_BUDGET or _calls_without_thought(chat, model):
+    if budget < MIN_BUDGET or _calls_without_thought(chat, request.model):
         return None, None
     return {"type": "enabled", "budget_tokens": budget}, None
 
@@ -293,7 +319,10 @@ def _calls_without_thought(chat: ChatPrompt, model: str) -> bool:
     users = (at for at, message in enumerate(chat.messages) if message["role"] not in ("assistant", "tool"))
     begin = max(users, default=-1) + 1
     calls = [at for at in range(begin, len(chat.messages)) if chat.messages[at].get("tool_calls")]
-    return bool(calls) and (calls[0], -1) not in thoughts_of(chat, AnthropicMessages.name, model)
+    if not calls:
+        return False
+    at, own = calls[0], thoughts_of(chat, AnthropicMessages.name, model)
+    return (at, -1) not in own and ((at, 0) not in own or bool(text_of(chat.messages[at])))
 
 
 def _output(constraint: Constraint | None) -> Block:
@@ -326,9 +355,11 @@ def _settle(blocks: Sequence[Block]) -> None:
 
 
 class _Reader(AnswerReader):
-    """Blocks other than texts and calls are passed over: thoughts, and tools that the upstream runs itself."""
+    """Blocks other than texts, calls and thoughts are passed over: tools that the upstream runs itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._thought: dict[str, list[str]] | None = None  # fields of the block of a thought that is open
         self._calls: dict[int, int] = {}  # number of a block -> of its call
         self._open: int | None = None  # block of the call whose arguments come
         self._input: Mapping[str, Any] | None = None  # its arguments, as long as no text of them came
@@ -341,7 +372,7 @@ class _Reader(AnswerReader):
                 yield from self._begin(event["index"], event["content_block"])
             case "content_block_delta":
                 yield from self._delta(event["index"], event["delta"])
-            case "content_block_stop" if event["index"] == self._open:
+            case "content_block_stop" if self._thought is not None or event["index"] == self._open:
                 yield from self._close()
             case "message_delta":
                 yield from self._close()
@@ -360,6 +391,12 @@ class _Reader(AnswerReader):
     def _begin(self, index: int, block: Mapping[str, Any]) -> Iterator[Delta]:
         if block["type"] == "text":
             yield from self._text(block["text"])
+        elif block["type"] == "thinking":
+            self._thought = {"thinking": [], "signature": []}
+            yield from self._think("thinking", block.get("thinking"))
+            yield from self._think("signature", block.get("signature"))
+        elif block["type"] == "redacted_thinking":
+            yield self._sealed({"data": string_of(block["data"])})
         elif block["type"] == "tool_use":
             if type(index) is not int or index in self._calls:
                 raise ValueError("a block without a number of its own")
@@ -372,6 +409,9 @@ class _Reader(AnswerReader):
     def _delta(self, index: int, delta: Mapping[str, Any]) -> Iterator[Delta]:
         if delta["type"] == "text_delta":
             yield from self._text(delta["text"])
+        elif delta["type"] in ("thinking_delta", "signature_delta") and self._thought is not None:
+            name = delta["type"].removesuffix("_delta")
+            yield from self._think(name, delta[name])
         elif delta["type"] == "input_json_delta" and index in self._calls:
             if index != self._open:
                 raise ValueError("arguments of a call that has ended")
@@ -384,8 +424,24 @@ class _Reader(AnswerReader):
             self._has_text = True
             yield TextDelta(text)
 
+    def _think(self, name: str, text: Any) -> Iterator[Delta]:
+        """A chunk of a thought, or of its signature."""
+        if text and self._thought is not None:
+            self._thought[name].append(string_of(text))
+            if name == "thinking":
+                yield ThinkingDelta(text)
+
+    def _sealed(self, content: Block) -> ThinkingDelta:
+        return ThinkingDelta(signature=seal(AnthropicMessages.name, self._model, content))
+
     def _close(self) -> Iterator[Delta]:
-        """Ends the call that is open: without any text of its arguments, they are those that it began with."""
+        """Ends the call that is open: without any text of its arguments, they are those that it began with. Ends a
+        thought; one without a signature does not come back."""
+        if self._thought is not None:
+            content = {name: "".join(texts) for name, texts in self._thought.items()}
+            self._thought = None
+            if content["signature"]:
+                yield self._sealed(content)
         if self._open is not None and self._input is not None:
             yield CallDelta(self._calls[self._open], arguments=orjson.dumps(self._input).decode())
         self._open = None

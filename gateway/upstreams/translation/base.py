@@ -1,7 +1,7 @@
 """A request as another API writes it, and that API's answer as events: what a form has to have. Pure.
 
     write   Request  -> the body that an upstream of this API is sent
-    read    its answer, whole or event by event -> TextDelta, CallDelta, why it ended
+    read    its answer, whole or event by event -> TextDelta, CallDelta, ThinkingDelta, why it ended
 
 The client's dialect parses the request and writes the answer, as for an engine (api/); stage.py sends it, counts its
 tokens and says what an error means. A form knows neither.
@@ -27,18 +27,15 @@ from engine.protocol import GrammarKind
 from gateway.errors import UnsupportedError, UpstreamRefusedError
 from gateway.types import (
     CachePrefix,
-    CallDelta,
     ChatPrompt,
     Constraint,
+    Delta,
     FinishReason,
     Media,
     Request,
-    TextDelta,
     Tool,
     ToolUse,
 )
-
-Delta = TextDelta | CallDelta
 
 
 class Written(NamedTuple):

@@ -1,17 +1,16 @@
 """Gemini generateContent as an upstream: POST /v1beta/models/{model}:generateContent, or :streamGenerateContent. Pure.
 
-    systemInstruction    the system messages that come before all others; later ones are text of the user's turn
-    contents             messages of one side that follow each other are one turn, a user's with its function responses
-                         first; empty texts are left out
-    functionResponse     the object that a result is, else its text as `output`; its name is that of its call
-    toolConfig           AUTO, ANY or NONE; VALIDATED where tools are strict, or the model may call some of them only
-    thinkingConfig       a budget for 2.5 and for a number of tokens, else a level; left out where no model thinks
-    candidates           one; thoughts are left out. The API has no field for one call at most: others are left out
-    media                as bytes, and in a user's turn by public URL as well. Names of files are left out, and how
-                         closely to look at an image
-
-Calls of earlier turns have no signature of the model's thoughts here, which newer models refuse, unless it is the one
-that the API documents for conversations with other models.
+systemInstruction    the system messages that come before all others; later ones are text of the user's turn
+contents             messages of one side that follow each other are one turn, a user's with its function responses
+                     first; empty texts are left out
+functionResponse     the object that a result is, else its text as `output`; its name is that of its call
+toolConfig           AUTO, ANY or NONE; VALIDATED where tools are strict, or the model may call some of them only
+thinkingConfig       a budget for 2.5 and for a number of tokens, else a level; left out where no model thinks
+thoughtSignature     where it was: at a call, which newer models refuse without one, or else at the text. Calls that
+                     another model made have the one that the API documents for them
+candidates           one. The API has no field for one call at most: others are left out
+media                as bytes, and in a user's turn by public URL as well. Names of files are left out, and how
+                     closely to look at an image
 """
 
 from __future__ import annotations
@@ -29,11 +28,13 @@ from gateway.types import (
     CallDelta,
     ChatPrompt,
     Constraint,
+    Delta,
     FinishReason,
     Media,
     Request,
     TextDelta,
     Thinking,
+    ThinkingDelta,
     Tool,
     ToolUse,
 )
@@ -41,7 +42,6 @@ from gateway.upstreams.stored import is_public
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
-    Delta,
     Field,
     Form,
     Table,
@@ -61,7 +61,7 @@ from gateway.upstreams.translation.base import (
     string_of,
     text_of,
 )
-from gateway.upstreams.translation.thoughts import budget_of, effort_of
+from gateway.upstreams.translation.thoughts import Thoughts, budget_of, effort_of, seal, thoughts_of
 
 MAX_STOPS: Final = 5
 
@@ -78,7 +78,10 @@ _IMAGES: Final = ("image/png", "image/jpeg", "image/webp", "image/heic", "image/
 _SOUNDS: Final = re.compile(r"audio/(wav|x-wav|mp3|mpeg|aiff|aac|ogg|flac|mp4|webm)")
 _FILES: Final = re.compile(r"application/(pdf|json|x-javascript|x-python)|text/.+")
 _FAILED: Final = frozenset(
-    ("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CALLS", "MALFORMED_RESPONSE")
+    (
+        *("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CALLS"),
+        *("MALFORMED_RESPONSE", "MISSING_THOUGHT_SIGNATURE"),
+    )
 )
 """Reasons of an end that leaves no answer: the model wrote what cannot be read."""
 
@@ -124,7 +127,7 @@ class GeminiGenerate(Form):
         config = self.fields(request, chat)
         if "seed" in config:
             config["seed"] %= 1 << 31  # a 32-bit integer there
-        instruction, contents, _ = _conversation(chat, marked)
+        instruction, contents, _ = _conversation(chat, marked, thoughts_of(chat, self.name, request.model))
         if not contents:
             raise BadRequestError(f"{_API} takes no conversation without any text.", param=request.prompt_param)
         optional = {
@@ -143,7 +146,7 @@ class GeminiGenerate(Form):
         if not chat_of(request, _API).markers:
             return CachePrefix()
         chat, marked = _cut(chat_of(request, _API))
-        _, contents, ends = _conversation(chat, marked)
+        _, contents, ends = _conversation(chat, marked, {})
         instructions = num_instructions(chat.messages)
         found: list[tuple[int, float]] = []
         for at, ttl_s in marked.items():
@@ -153,7 +156,7 @@ class GeminiGenerate(Form):
         return CachePrefix(*max(found)) if found else None
 
     def reader(self, request: Request) -> AnswerReader:
-        return _Reader(one_call=request.tool_use is not None and not request.tool_use.parallel)
+        return _Reader(request.model, one_call=request.tool_use is not None and not request.tool_use.parallel)
 
 
 def _cut(chat: ChatPrompt) -> tuple[ChatPrompt, dict[int, float]]:
@@ -163,6 +166,7 @@ def _cut(chat: ChatPrompt) -> tuple[ChatPrompt, dict[int, float]]:
         return chat, {}
     messages: list[dict[str, Any]] = []
     media: list[Media] = []
+    places: list[int] = []  # of the messages among these
     marked: dict[int, float] = {}
     own = [marker for marker in chat.markers if marker.tool is None]
     by_message = media_of(chat)
@@ -184,7 +188,8 @@ def _cut(chat: ChatPrompt) -> tuple[ChatPrompt, dict[int, float]]:
                 start = one.chars
         media += _moved(left, len(messages), start)
         messages.append({**message, "content": text[start:]} if start else message)
-    return replace(chat, messages=messages, media=tuple(media)), marked
+    thoughts = tuple(replace(thought, message=places[thought.message]) for thought in chat.thoughts)
+    return replace(chat, messages=messages, media=tuple(media), thoughts=thoughts), marked
 
 
 def _moved(media: Sequence[Media], message: int, start: int) -> list[Media]:
@@ -192,7 +197,9 @@ def _moved(media: Sequence[Media], message: int, start: int) -> list[Media]:
     return [replace(one, message=message, chars=one.chars - start) for one in media]
 
 
-def _conversation(chat: ChatPrompt, marked: Collection[int]) -> tuple[list[Fields], list[Fields], list[int]]:
+def _conversation(
+    chat: ChatPrompt, marked: Collection[int], thoughts: Thoughts
+) -> tuple[list[Fields], list[Fields], list[int]]:
     """The parts of the instruction, the contents, and the last message of each of these. A content ends with a text of
     the user that is `marked`, unless results follow, which belong to one."""
     instructions, results, media = num_instructions(chat.messages), results_of(chat.messages), media_of(chat)
@@ -208,10 +215,14 @@ def _conversation(chat: ChatPrompt, marked: Collection[int]) -> tuple[list[Field
             if at in media:
                 response["parts"] = [_part(part, in_result=True) for part in media[at]]
             parts = [{"functionResponse": {"id": one, **response} if one else response}]
+        signatures = _signatures(thoughts, at, message) if thoughts else {}
+        if parts and -1 in signatures:
+            parts[0]["thoughtSignature"] = signatures[-1]
         for number, call in enumerate(message.get("tool_calls") or ()):
             named = {"id": call_id(call, at, number), "name": call["function"]["name"], "args": arguments_of(call)}
             # Of several calls at once, the first has the signature.
-            parts.append({"functionCall": named, **({} if number else {"thoughtSignature": _NO_SIGNATURE})})
+            signature = signatures.get(number, "" if number else _NO_SIGNATURE)
+            parts.append({"functionCall": named, **({"thoughtSignature": signature} if signature else {})})
         if at < instructions:
             instruction += parts
         elif parts:
@@ -239,6 +250,18 @@ def _part(part: str | Media, *, in_result: bool = False) -> Fields:
     if known and not in_result and is_public(part.url):
         return {"fileData": {"mimeType": mime_type, "fileUri": part.url}}
     raise lacks_media(_API, part, in_result=in_result)
+
+
+def _signatures(thoughts: Thoughts, at: int, message: Mapping[str, Any]) -> dict[int, str]:
+    """By call; -1 is the text's, which also has one behind all calls."""
+    num_calls, has_text = len(message.get("tool_calls") or ()), bool(text_of(message))
+    found = dict[int, str]()
+    for call in range(-1, num_calls + 1):
+        place = -1 if call == num_calls or (call < 0 and has_text) else max(call, 0)
+        for content in thoughts.get((at, call), ()):
+            if isinstance(signature := content.get("thoughtSignature"), str):
+                found[place] = signature
+    return found
 
 
 def _response(text: str) -> Fields:
@@ -291,9 +314,10 @@ def _format(constraint: Constraint | None) -> Fields:
 
 
 class _Reader(AnswerReader):
-    """Parts other than texts and calls are passed over. Which stop string ended an answer is not told."""
+    """Parts other than texts, calls and thoughts are passed over. Which stop string ended an answer is not told."""
 
-    def __init__(self, *, one_call: bool) -> None:
+    def __init__(self, model: str, *, one_call: bool) -> None:
+        self._model = model
         self._one_call = one_call
         self._num_calls = 0
         self._has_text = False
@@ -317,12 +341,20 @@ class _Reader(AnswerReader):
             yield from self._end(why, candidate.get("finishMessage"))
 
     def _part(self, part: Mapping[str, Any]) -> Iterator[Delta]:
+        call = part.get("functionCall")
+        if call is not None and self._one_call and self._num_calls:
+            return
+        if part.get("thought") and (text := part.get("text")):
+            yield ThinkingDelta(string_of(text))
+        if signature := part.get("thoughtSignature"):
+            content = {"thoughtSignature": string_of(signature)}
+            yield ThinkingDelta(signature=seal(GeminiGenerate.name, self._model, content))
         if part.get("thought"):
             return
         if text := part.get("text"):
             self._has_text = True
             yield TextDelta(string_of(text))
-        if (call := part.get("functionCall")) is not None and not (self._one_call and self._num_calls):
+        if call is not None:
             arguments = call.get("args") or {}
             if not call["name"] or not isinstance(arguments, dict):
                 raise TypeError("a call without a name, or with arguments that are no object")

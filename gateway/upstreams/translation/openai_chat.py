@@ -9,7 +9,8 @@
     response_format  strict where OpenAI takes the schema as strict; else OpenAI, unlike vLLM, only tries to follow it
     media            of users alone: images, PDFs as bytes, WAV and MP3; a file of text is a text
 
-Thoughts of earlier turns are left out, as OpenAI has no field for them.
+Thoughts since the last message of a user go back in the fields that they came in, as DeepSeek and Gemini want them;
+OpenAI has none.
 """
 
 from __future__ import annotations
@@ -23,10 +24,21 @@ from typing import Any, ClassVar, Final
 import orjson
 
 from gateway.errors import UpstreamRefusedError
-from gateway.types import CallDelta, ChatPrompt, Constraint, Media, Request, ScoredToken, Spelled, TextDelta, ToolUse
+from gateway.types import (
+    CallDelta,
+    ChatPrompt,
+    Constraint,
+    Delta,
+    Media,
+    Request,
+    ScoredToken,
+    Spelled,
+    TextDelta,
+    ThinkingDelta,
+    ToolUse,
+)
 from gateway.upstreams.translation.base import (
     AnswerReader,
-    Delta,
     Field,
     Form,
     Table,
@@ -45,7 +57,7 @@ from gateway.upstreams.translation.base import (
     text_of,
 )
 from gateway.upstreams.translation.openai_caching import OPENAI, Marks, marks_of, options_of, parts
-from gateway.upstreams.translation.thoughts import effort_of
+from gateway.upstreams.translation.thoughts import Thoughts, effort_of, seal, thoughts_of
 
 MAX_STOPS: Final = 4
 MAX_ERROR_CHARS: Final = 2_000
@@ -59,12 +71,17 @@ _SOUNDS: Final = {
     **dict.fromkeys(("audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave"), "wav"),
     **dict.fromkeys(("audio/mpeg", "audio/mp3"), "mp3"),
 }
+_THOUGHTS: Final = ("reasoning_content", "reasoning")
+"""Fields of a message that servers have for the text."""
+_DETAILS: Final = "reasoning_details"
+_EXTRA: Final = "extra_content"
 _OBJECT: Final = {"type": "object", "properties": {}}
 _NO_ARGUMENTS: Final = {**_OBJECT, "additionalProperties": False}
 _NEVER_STRICT: Final = frozenset(("allOf", "oneOf", "not", "if", "then", "else", "patternProperties"))
 _CUT: Final = ("length", "model_length")
 _BROKEN: Final = ("error", "abort", "insufficient_system_resource")
 """Reasons of answers that compatible servers did not end."""
+_DETAIL_TEXTS: Final = ("text", "summary", "data")
 _STATUS: Final = {
     "invalid_request_error": 400,
     "BadRequestError": 400,
@@ -126,7 +143,8 @@ class OpenAIChat(Form):
             **_tools(chat, request.tool_use),
             **options_of(request, chat, model, marks := marks_of(chat, model, _MARKABLE)),
         }
-        body: Json = {"model": model, "messages": _messages(chat, marks), **fields}
+        thoughts = thoughts_of(chat, self.name, request.model)
+        body: Json = {"model": model, "messages": _messages(chat, marks, thoughts), **fields}
         body |= {name: value for name, value in optional.items() if value}
         if request.tool_use is not None and not request.tool_use.parallel:
             body["parallel_tool_calls"] = False
@@ -148,8 +166,9 @@ def results_first(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(range(len(messages)), key=lambda at: (turns[at], rank.get(messages[at]["role"], 2)))
 
 
-def _messages(chat: ChatPrompt, marks: Marks) -> list[Json]:
+def _messages(chat: ChatPrompt, marks: Marks, thoughts: Thoughts) -> list[Json]:
     results, media = results_of(chat.messages), media_of(chat)
+    asked = max((at for at, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     written = []
     for at in results_first(chat.messages):
         message, own = chat.messages[at], media.get(at, ())
@@ -170,8 +189,20 @@ def _messages(chat: ChatPrompt, marks: Marks) -> list[Json]:
                 }
                 for number, call in enumerate(calls)
             ]
+            for number in range(-1, len(calls)) if thoughts and at > asked else ():
+                for thought in thoughts.get((at, number), ()):
+                    _add_thought(one, max(number, 0), thought)
         written.append(one)
     return written
+
+
+def _add_thought(message: Json, call: int, content: Json) -> None:
+    """The fields that it came in: of the message, or of a call."""
+    message |= {name: text for name in _THOUGHTS if isinstance(text := content.get(name), str)}
+    if isinstance(details := content.get(_DETAILS), list):
+        message[_DETAILS] = details
+    if isinstance(extra := content.get(_EXTRA), dict):
+        message["tool_calls"][call][_EXTRA] = extra
 
 
 def _part(part: str | Media) -> Json:
@@ -269,10 +300,13 @@ def _is_closed(schema: Json) -> bool:
 
 
 class _Reader(AnswerReader):
-    """Thoughts are passed over, and answers behind the first."""
+    """Answers behind the first are passed over."""
 
     def __init__(self, request: Request) -> None:
         self._stops, self._scores = request.stop, Scores(request)
+        self._model = request.model
+        self._thought: dict[str, list[str]] = {}  # by field
+        self._details: list[Json] = []
         self._calls = -1  # number of the last call
         self._seen = set[tuple[int, str]]()  # indexes and ids of the calls
         self._index, self._id = -1, ""  # of the last call
@@ -290,6 +324,7 @@ class _Reader(AnswerReader):
 
     def _message(self, choice: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Delta]:
         text = plain_text(message.get("content")) + plain_text(message.get("refusal"))
+        yield from self._think(message)
         calls = message.get("tool_calls") or ()
         scores = {} if calls else choice.get("logprobs") or {}
         scored = self._scores.read([*(scores.get("content") or ()), *(scores.get("refusal") or ())])
@@ -297,6 +332,35 @@ class _Reader(AnswerReader):
             yield TextDelta(text, scored)
         for position, call in enumerate(calls):
             yield from self._call(call, position)
+
+    def _think(self, message: Mapping[str, Any]) -> Iterator[Delta]:
+        for name in _THOUGHTS:
+            if thought := plain_text(message.get(name)):
+                self._thought.setdefault(name, []).append(thought)
+                yield ThinkingDelta(thought)
+                break
+        for detail in message.get(_DETAILS) or ():
+            last = self._details[-1] if self._details else {}
+            if not last or any(last.get(name) != detail.get(name) for name in ("type", "index")):
+                self._details.append(last := {})
+            for name, value in detail.items():
+                if name in _DETAIL_TEXTS:
+                    last.setdefault(name, []).append(plain_text(value))
+                elif value is not None:
+                    last[name] = value
+
+    def _sealed(self, call: Mapping[str, Any]) -> Iterator[Delta]:
+        """What a call that begins is to have with it in the next turn; without one nothing is."""
+        content: Json = {name: "".join(texts) for name, texts in self._thought.items()}
+        if self._details:
+            content[_DETAILS] = [
+                {name: "".join(value) if name in _DETAIL_TEXTS else value for name, value in detail.items()}
+                for detail in self._details
+            ]
+        content |= {_EXTRA: call[_EXTRA]} if call.get(_EXTRA) else {}
+        self._thought, self._details = {}, []
+        if content:
+            yield ThinkingDelta(signature=seal(OpenAIChat.name, self._model, content))
 
     def _call(self, call: Mapping[str, Any], position: int) -> Iterator[Delta]:
         """Servers differ in what they repeat with each chunk: the id, a new id, the name, or nothing. A call begins
@@ -313,6 +377,7 @@ class _Reader(AnswerReader):
             if (index, given_id) in self._seen:
                 raise ValueError("a call that has ended goes on")
             yield from self._close()
+            yield from self._sealed(call)
             self._seen.add((index, given_id))
             self._index, self._id, self._calls, self._has_arguments = index, given_id, self._calls + 1, bool(written)
             yield CallDelta(self._calls, name, written)

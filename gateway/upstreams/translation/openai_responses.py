@@ -8,20 +8,30 @@
     media         images, and files of all kinds, by URL as well; of users and results of tools
     prewarm       computes the prompt and answers nothing, as the request's own does
 
-Names of messages and thoughts of earlier turns are left out: the API takes thoughts back only as it encrypted them.
+Names of messages are left out. Thoughts of earlier turns are items of their own, as the API has encrypted them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
-from gateway.types import CallDelta, ChatPrompt, Constraint, Media, Request, TextDelta, Thinking, ToolUse
+from gateway.types import (
+    CallDelta,
+    ChatPrompt,
+    Constraint,
+    Delta,
+    Media,
+    Request,
+    TextDelta,
+    Thinking,
+    ThinkingDelta,
+    ToolUse,
+)
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
-    Delta,
     Field,
     Form,
     Table,
@@ -50,7 +60,7 @@ from gateway.upstreams.translation.openai_chat import (
     schema_of,
     thinks,
 )
-from gateway.upstreams.translation.thoughts import effort_of
+from gateway.upstreams.translation.thoughts import Thoughts, effort_of, seal, thoughts_of
 
 MIN_TOKENS: Final = 16
 """The least limit of an answer."""
@@ -99,6 +109,7 @@ class OpenAIResponses(Form):
         fields = self.fields(request, chat)
         marks = marks_of(chat, model, _MARKABLE)
         instructions = num_instructions(chat.messages) > 0 and 0 not in marks
+        first = 1 if instructions else 0
         optional = {
             "instructions": text_of(chat.messages[0]) if instructions else None,
             "text": _format(request.constraint),
@@ -109,7 +120,12 @@ class OpenAIResponses(Form):
             **options_of(request, chat, model, marks),
             **_tools(chat, use),
         }
-        body: Json = {"model": model, "store": False, "input": _items(chat, 1 if instructions else 0, marks), **fields}
+        body: Json = {
+            "model": model,
+            "store": False,
+            "input": _items(chat, first, marks, thoughts_of(chat, self.name, request.model)),
+            **fields,
+        }
         body |= {name: value for name, value in optional.items() if value}
         if use is not None and not use.parallel:
             body["parallel_tool_calls"] = False
@@ -134,7 +150,7 @@ def _reasoning(thinking: Thinking | None) -> Json:
     return {name: value for name, value in optional.items() if value}
 
 
-def _items(chat: ChatPrompt, first: int, marks: Marks) -> list[Json]:
+def _items(chat: ChatPrompt, first: int, marks: Marks, thoughts: Thoughts) -> list[Json]:
     """From this message on."""
     results, media = results_of(chat.messages), media_of(chat)
     items: list[Json] = []
@@ -143,14 +159,24 @@ def _items(chat: ChatPrompt, first: int, marks: Marks) -> list[Json]:
         text, calls = text_of(message), message.get("tool_calls") or ()
         own = media.get(at, ())
         content = parts(text, own, marks.get(at, {}), _part) if own or at in marks else text
+        if content or calls:
+            items += _thoughts(thoughts.get((at, -1), ()))
         if at in results:
             items.append({"type": "function_call_output", "call_id": results[at][0], "output": content})
         elif content or not calls:
             items.append({"role": message["role"], "content": content})
         for number, call in enumerate(calls):
+            items += _thoughts(thoughts.get((at, number), ()))
             called = {"name": call["function"]["name"], "arguments": arguments_text(call) or "{}"}
             items.append({"type": "function_call", "call_id": call_id(call, at, number), **called})
     return items
+
+
+def _thoughts(own: Iterable[Json]) -> Iterator[Json]:
+    for content in own:
+        match content:
+            case {"id": str(given_id), "summary": list(summary), "encrypted_content": str(encrypted)}:
+                yield {"type": "reasoning", "id": given_id, "summary": summary, "encrypted_content": encrypted}
 
 
 def _part(part: str | Media) -> Json:
@@ -184,9 +210,11 @@ def _format(constraint: Constraint | None) -> Json | None:
 
 
 class _Reader(AnswerReader):
-    """Items other than messages and calls are passed over: thoughts, and tools that the upstream runs itself."""
+    """Items other than messages, calls and thoughts are passed over: tools that the upstream runs itself."""
 
     def __init__(self, request: Request) -> None:
+        self._model = request.model
+        self._has_thought = False  # some text of the thoughts is there
         self._scores = Scores(request)
         self._calls: dict[int, int] = {}  # number of an item -> of its call
         self._open: int | None = None  # item of the last call
@@ -199,12 +227,17 @@ class _Reader(AnswerReader):
         match kind:
             case "response.output_text.delta" | "response.refusal.delta":
                 yield from self._text(event["delta"], event.get("logprobs"))
+            case "response.reasoning_summary_text.delta" | "response.reasoning_text.delta":
+                yield from self._think(event["delta"])
+            case "response.reasoning_summary_part.added" if self._has_thought:
+                yield ThinkingDelta("\n\n")
             case "response.output_item.added":
                 yield from self._begin(event["output_index"], event["item"])
             case "response.function_call_arguments.delta":
                 yield from self._arguments(event["output_index"], event["delta"])
             case "response.output_item.done":
                 yield from self._whole_call(event["output_index"], event["item"])
+                yield from self._sealed(event["item"])
             case "response.completed" | "response.incomplete" | "response.failed":
                 yield from self._end(event["response"])
 
@@ -214,6 +247,10 @@ class _Reader(AnswerReader):
                 for part in item["content"]:
                     if part["type"] in ("output_text", "refusal"):
                         yield from self._text(part.get("text", part.get("refusal")), part.get("logprobs"))
+            elif item["type"] == "reasoning":
+                texts = [part["text"] for part in item.get("summary") or item.get("content") or ()]
+                yield from self._think("\n\n".join(texts))
+                yield from self._sealed(item)
             yield from self._whole_call(index, item)
         yield from self._end(answer)
 
@@ -221,6 +258,18 @@ class _Reader(AnswerReader):
         text, scored = plain_text(given), self._scores.read(scores or ())
         if text or scored:
             yield TextDelta(text, scored)
+
+    def _think(self, text: Any) -> Iterator[Delta]:
+        if plain_text(text):
+            self._has_thought = True
+            yield ThinkingDelta(text)
+
+    def _sealed(self, item: Mapping[str, Any]) -> Iterator[Delta]:
+        """The end of a thought that the API takes back."""
+        if item["type"] == "reasoning" and (encrypted := plain_text(item.get("encrypted_content"))):
+            self._has_thought = False
+            content = {"id": item["id"], "summary": item.get("summary") or [], "encrypted_content": encrypted}
+            yield ThinkingDelta(signature=seal(OpenAIResponses.name, self._model, content))
 
     def _begin(self, index: Any, item: Mapping[str, Any]) -> Iterator[Delta]:
         if item["type"] != "function_call":

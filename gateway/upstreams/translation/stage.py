@@ -19,12 +19,25 @@ import orjson
 from engine.protocol import Hello, Namespace
 from gateway.errors import UnsupportedError, UpstreamLostError, UpstreamRefusedError, UpstreamsAwayError
 from gateway.tasks import off_loop
-from gateway.types import ChatPrompt, Event, Finished, Request, Started, Trace, UpstreamAnswer, UpstreamRequest
+from gateway.types import (
+    CallDelta,
+    ChatPrompt,
+    Delta,
+    Event,
+    Finished,
+    Request,
+    Started,
+    TextDelta,
+    ThinkingDelta,
+    Trace,
+    UpstreamAnswer,
+    UpstreamRequest,
+)
 from gateway.upstreams.apis import APIS
 from gateway.upstreams.metering import Events, data_of
 from gateway.upstreams.routes import Route
 from gateway.upstreams.stage import Upstreams
-from gateway.upstreams.translation.base import UNLIMITED, AnswerReader, Delta, Form, without
+from gateway.upstreams.translation.base import UNLIMITED, AnswerReader, Form, without
 from gateway.upstreams.translation.limits import id_of, limits_of
 from gateway.upstreams.translation.refusals import refusal, settled
 
@@ -61,7 +74,7 @@ class Translation:
                         raise refusal(answer, await _read(answer), request.prompt_param)
                     trace.cached_late = begun = True
                     yield Started(answer.upstream, trace.usage)
-                    read = _Read(answer, form.reader(request), request.prompt_param)
+                    read = _Read(answer, form.reader(request), request)
                     async for chunk in answer.chunks:
                         for delta in read.feed(chunk):
                             yield delta
@@ -89,9 +102,10 @@ class Translation:
 class _Read:
     """One answer, out of bytes that are cut anywhere. Raises UpstreamLostError for one that is none of its API."""
 
-    def __init__(self, answer: UpstreamAnswer, reader: AnswerReader, param: str) -> None:
-        """`param`: the client's name of the prompt."""
-        self._upstream, self._reader, self._param = answer.upstream, reader, param
+    def __init__(self, answer: UpstreamAnswer, reader: AnswerReader, request: Request) -> None:
+        self._upstream, self._reader = answer.upstream, reader
+        self._thinking, self._param = request.thinking, request.prompt_param
+        self._held: list[Delta] = []  # signatures that no one asked for, until a call is to have them
         self._events = Events(MAX_ANSWER_BYTES) if _is_stream(answer) else None
         self._whole = bytearray()
 
@@ -124,11 +138,30 @@ class _Read:
             value = orjson.loads(data)
             if not isinstance(value, dict):
                 raise TypeError("no object")
-            return list(read(value))
+            return [one for delta in read(value) for one in self._passed(delta)]
         except UpstreamRefusedError as error:
             raise settled(error, self._upstream, self._param) from None
         except _ODD as error:
             raise _lost(self._upstream, f"answered in a form that is not known ({type(error).__name__})") from None
+
+    def _passed(self, delta: Delta) -> Sequence[Delta]:
+        """Thoughts as they were asked for: clients that did not would take their text for the answer's, or stumble over
+        them. Before a call they have what the next turn needs, so that is always passed on."""
+        if type(delta) is TextDelta:
+            return (delta,)
+        thinking = self._thinking
+        if type(delta) is ThinkingDelta:
+            if thinking is not None and thinking.shown:
+                return (delta,)
+            signature = [ThinkingDelta(signature=delta.signature)] if delta.signature else []
+            if thinking is not None and thinking.is_on:
+                return signature
+            self._held += signature
+            return ()
+        if not self._held or (type(delta) is CallDelta and not delta.name):
+            return (delta,)
+        held, self._held = self._held, []
+        return (*held, delta)
 
 
 _SIMPLE: Final = re.compile(rb"(?:event: [^\r\n]*\n)?data: ([^\r\n]*)\n\n")

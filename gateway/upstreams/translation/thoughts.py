@@ -35,6 +35,8 @@ _MARK: Final = "a3Yx"
 """Base64 of "kv1"."""
 
 Json = dict[str, Any]
+Thoughts = Mapping[tuple[int, int], list[Json]]
+"""What the API that is written for wants to see again, by message and call, as in Thought."""
 
 
 def effort_of(thinking: Thinking | None) -> Effort | None:
@@ -74,8 +76,8 @@ _STANDARD: Final = str.maketrans("-_", "+/")
 """SDKs that read it as bytes may write it in either alphabet."""
 
 
-def thoughts_of(chat: ChatPrompt, api: str, model: str) -> Mapping[tuple[int, int], list[Json]]:
-    """By message and call, as in Thought; those of this API and model."""
+def thoughts_of(chat: ChatPrompt, api: str, model: str) -> Thoughts:
+    """Those of this API and model."""
     found: dict[tuple[int, int], list[Json]] = {}
     for thought in chat.thoughts:
         if (content := unseal(thought.signature, api, model)) is not None:

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from gateway.responses.base import Stored
 from gateway.responses.recording import decode, encode, text_of
-from gateway.types import CallDelta, Event, Finished, FinishReason, ScoredToken, Spelled, Started, TextDelta, Usage
+from gateway.types import (
+    CallDelta,
+    Event,
+    Finished,
+    FinishReason,
+    ScoredToken,
+    Spelled,
+    Started,
+    TextDelta,
+    ThinkingDelta,
+    Usage,
+)
 
 texts = st.text(max_size=8)
 logprobs = st.floats(max_value=0, allow_nan=False, width=32) | st.just(-math.inf)
@@ -26,7 +37,8 @@ tokens = st.builds(
 )
 pieces = st.lists(
     st.builds(TextDelta, texts, st.lists(tokens, max_size=2).map(tuple))
-    | st.builds(CallDelta, st.integers(0, 3), texts, texts),
+    | st.builds(CallDelta, st.integers(0, 3), texts, texts)
+    | st.builds(ThinkingDelta, texts, texts),
     max_size=6,
 )
 
@@ -70,7 +82,10 @@ def test_every_answer_comes_back_in_its_own_chunks(events: list[Event], ms: floa
 def test_joined_it_says_the_same(events: list[Event]) -> None:
     joined = stored(events, joined=True)
     assert said(joined.items) == said(events)
-    if not any(isinstance(event, CallDelta) or (isinstance(event, TextDelta) and event.scored) for event in events):
+    if not any(
+        isinstance(event, CallDelta | ThinkingDelta) or (isinstance(event, TextDelta) and event.scored)
+        for event in events
+    ):
         assert len(joined.items) <= 3
 
 

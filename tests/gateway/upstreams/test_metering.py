@@ -195,7 +195,7 @@ CASES = {
                 }
             },
         ),
-        Tokens(103, 37, 90),
+        Tokens(103, 37, 90, reasoning=30),
     ),
     "Gemini, streamed as an array": (
         "gemini",

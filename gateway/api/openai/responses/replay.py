@@ -125,6 +125,18 @@ def part_done(where: Json, number: int, part: Json) -> list[Event]:
     ]
 
 
+def summary_done(where: Json, item: Json, text: str) -> list[Event]:
+    """Makes the text, if there is some, the summary of a thought."""
+    if not text:
+        return []
+    part, place = {"type": "summary_text", "text": text}, {**where, "summary_index": 0}
+    item["summary"] = [part]
+    return [
+        ("response.reasoning_summary_text.done", {**place, "text": text}),
+        ("response.reasoning_summary_part.done", {**place, "part": part}),
+    ]
+
+
 def call_done(where: Json, item: Json) -> list[Event]:
     """Nothing for a call of a built-in tool: its item has everything."""
     match item["type"]:

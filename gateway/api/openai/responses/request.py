@@ -1,7 +1,8 @@
 """Bodies of the Responses API, checked, into a Call. Pure: handlers.py brings what is kept of earlier responses.
 
 One turn of a model is several items there (a message and the calls behind it), and one message to a template:
-they are put together again, so that a history renders to what the model wrote. Reasoning is left out.
+they are put together again, so that a history renders to what the model wrote. Reasoning is no part of it; what it has
+for the API that made it goes before the message or the call that comes next.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from engine.protocol.frozen import dataclass
-from gateway.api.call import Call
+from gateway.api.call import Call, take_thoughts
 from gateway.api.fields import Table, empty_array, read
 from gateway.api.openai.caching import Parts, join_parts, place_markers
 from gateway.api.openai.messages import Message, read_arguments
@@ -72,12 +73,13 @@ def to_call(query: ResponsesRequest, items: Sequence[Item], leases: LeaseSetting
     options = values.get("prompt_cache_options", {})
     messages, found = conversation
     caching = place_markers(messages, found, options, leases)
+    thoughts = take_thoughts(messages)
     declared = tuple(one.tool for one in values.get("tools", Tools()).declared)
     tools, use = read_tools({**values, "tools": declared})
     top_logprobs = values.get("top_logprobs", 0)
     call = read_call(
         values,
-        (ChatPrompt(messages, markers=caching.markers, tools=tools, media=tuple(found.media)),),
+        (ChatPrompt(messages, markers=caching.markers, tools=tools, media=tuple(found.media), thoughts=thoughts),),
         "input",
         max_tokens=values.get("max_output_tokens", 0),
         logprobs=top_logprobs if top_logprobs or LOGPROBS in values.get("include", ()) else None,
@@ -106,11 +108,15 @@ def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0
         conversation.messages.append({"role": "system", "content": instructions})
     called: dict[str, tuple[str, str]] = {}  # id of a call, or of its item -> the former, and the function's name
     turn: Message | None = None  # of the assistant, to which calls are added
+    thoughts: list[str] = []  # that nothing came after yet
     for number, item in enumerate(items):
         path = f"input[{number - new}]" if number >= new else "previous_response_id"
         kind = item["type"]
         if kind == "message":
             turn = _add_message(conversation, item, path)
+            _add_thoughts(turn, thoughts, -1)
+        elif kind == "reasoning":
+            thoughts += [item["encrypted_content"]] if "encrypted_content" in item else []
         elif kind in CALLS:
             if turn is None:
                 turn = {"role": "assistant", "content": ""}
@@ -119,12 +125,22 @@ def to_messages(instructions: str | None, items: Sequence[Item], *, new: int = 0
             call_id = item["call_id"]
             called[call_id] = called[item.get("id") or call_id] = (call_id, name)
             call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            calls = turn.get("tool_calls", ())
+            _add_thoughts(turn, thoughts, len(calls) if calls or turn["content"] else -1)
             turn.setdefault("tool_calls", []).append(call)
         elif kind in OUTPUTS:
             turn = None
+            thoughts.clear()
             _add_output(conversation, item, called, path)
     read_arguments(conversation.messages)
     return conversation
+
+
+def _add_thoughts(turn: Message | None, thoughts: list[str], call: int) -> None:
+    """Before this call of a message of the assistant; -1: before its text. Those before anything else are dropped."""
+    if turn is not None and thoughts:
+        turn.setdefault("thoughts", []).extend((call, one) for one in thoughts)
+    thoughts.clear()
 
 
 def _add_message(conversation: Conversation, item: Item, path: str) -> Message | None:

@@ -13,14 +13,33 @@ from typing import Any, Final, NamedTuple
 from gateway.api.dialect import printable
 from gateway.api.openai.response import chat_logprobs, new_call_id
 from gateway.api.openai.responses.items import item_id
-from gateway.api.openai.responses.replay import Event, call_done, item_added, item_done, part_added, part_done
+from gateway.api.openai.responses.replay import (
+    Event,
+    call_done,
+    item_added,
+    item_done,
+    part_added,
+    part_done,
+    summary_done,
+)
 from gateway.api.openai.responses.request import ResponsesRequest
 from gateway.api.openai.responses.tools import Declared, Item, Tools
-from gateway.api.replies import Answer, event
+from gateway.api.replies import Answer, ToldThought, event
 from gateway.api.stream import Shape
 from gateway.config import LeaseSettings, duration_s
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Finished, FinishReason, ScoredToken, Started, TextDelta, Tier, Tool, Usage
+from gateway.types import (
+    CallDelta,
+    Finished,
+    FinishReason,
+    ScoredToken,
+    Started,
+    TextDelta,
+    ThinkingDelta,
+    Tier,
+    Tool,
+    Usage,
+)
 
 REPORTED_TTLS: Final = ("30m", "12h")
 """Lifetimes whose tokens are always reported; those of others only where there are any."""
@@ -76,7 +95,7 @@ class ResponseShape(Shape):
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A chunk of a message, which it opens if it is the first."""
-        opened = b"" if self._open and self._open.tool is None else self._close() + self._open_text()
+        opened = b"" if self._open and self._open.item["type"] == "message" else self._close() + self._open_text()
         assert self._open is not None
         scored = logprobs_json(delta.scored)
         self._open.texts.append(delta.text)
@@ -94,6 +113,27 @@ class ResponseShape(Shape):
             return opened
         fields = {**self._open.where, "delta": delta.arguments}
         return opened + self._events(("response.function_call_arguments.delta", fields))
+
+    def thinking(self, index: int, delta: ThinkingDelta) -> bytes:
+        """A chunk of a thought's summary, in an item that is opened if need be. A signature closes it; it is always
+        there, as the API has it by now, because nothing comes back that is not."""
+        written = b""
+        if self._open is None or self._open.item["type"] != "reasoning":
+            written = self._close()
+            opened = self._begin({"type": "reasoning", "status": "in_progress", "summary": []}, None)
+            written += self._events(item_added(opened.where, opened.item))
+        assert self._open is not None
+        where = {**self._open.where, "summary_index": 0}
+        if delta.text:
+            part = {"type": "summary_text", "text": ""}
+            if not self._open.texts:
+                written += self._events(("response.reasoning_summary_part.added", {**where, "part": part}))
+            self._open.texts.append(delta.text)
+            written += self._events(("response.reasoning_summary_text.delta", {**where, "delta": delta.text}))
+        if delta.signature:
+            self._open.item["encrypted_content"] = delta.signature
+            written += self._close()
+        return written
 
     def closing(self, index: int, finished: Finished) -> bytes:
         """An answer of nothing is an empty message, unless nothing is what was asked for."""
@@ -119,11 +159,15 @@ class ResponseShape(Shape):
     def take(self, answer: Answer) -> None:
         """The whole answer, when nothing is streamed; `finish` makes it the response."""
         done = 0
+        thoughts = list(answer.thoughts)
+        self._take_thoughts(thoughts, -1)
         for number, call in enumerate(answer.calls):  # where they were in the text
             self._take_text(answer, done, call.offset)
+            self._take_thoughts(thoughts, number)
             self.call(0, CallDelta(number, call.name, call.arguments))
             done = call.offset
         self._take_text(answer, done, None)
+        self._take_thoughts(thoughts, len(answer.calls))
         self.closing(0, Finished(answer.reason, answer.usage))
 
     def _take_text(self, answer: Answer, start: int, end: int | None) -> None:
@@ -131,6 +175,12 @@ class ResponseShape(Shape):
         scored = tuple(one for one in answer.scored or () if start <= one.offset and (end is None or one.offset < end))
         if (text := answer.text[start:end]) or scored:
             self.text(0, TextDelta(text, scored))
+
+    def _take_thoughts(self, thoughts: list[ToldThought], number: int) -> None:
+        """Those before this call."""
+        while thoughts and thoughts[0].call <= number:
+            thought = thoughts.pop(0)
+            self.thinking(0, ThinkingDelta(thought.text, thought.signature))
 
     def finish(self, usage: Usage) -> None:
         """The response is complete, or cut."""
@@ -185,6 +235,9 @@ class ResponseShape(Shape):
             return b""
         (where, item, tool, texts, scored), self._open = self._open, None
         status, written = "incomplete" if cut else "completed", "".join(texts)
+        if item["type"] == "reasoning":
+            item["status"] = status
+            return self._events(*summary_done(where, item, written), item_done(where, item))
         if tool is None:
             item["status"] = status
             item["content"] = [{"type": "output_text", "text": written, "annotations": [], "logprobs": scored}]
@@ -208,8 +261,8 @@ class _Open(NamedTuple):
     """The item that is being written.
 
     where   its id and its place in the output
-    tool    of a call; None: it is a message
-    texts   chunks of the message's only part, or of the call's arguments
+    tool    of a call; None: it is a message, or a thought
+    texts   chunks of the message's only part, of the thought's summary, or of the call's arguments
     scored  log probabilities of the message
     """
 
@@ -293,7 +346,7 @@ def usage_json(usage: Usage, leases: LeaseSettings) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": details,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
     }
 

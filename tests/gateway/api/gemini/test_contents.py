@@ -63,9 +63,10 @@ def test_calls_and_responses_get_ids_in_their_order() -> None:
     ]
 
 
-def test_thoughts_and_their_signatures_are_left_out() -> None:
+def test_thoughts_are_left_out_and_their_signatures_kept_apart() -> None:
     thought = {"text": "hm", "thought": True, "thoughtSignature": "eA=="}
-    assert messages({"role": "model", "parts": [thought, {"text": "a"}]}) == [{"role": "assistant", "content": "a"}]
+    (message,) = messages({"role": "model", "parts": [thought, {"text": "a"}]})
+    assert message == {"role": "assistant", "content": "a", "thoughts": [(-1, "eA==")]}
     assert messages({"role": "model", "parts": [thought]}) == []
 
 

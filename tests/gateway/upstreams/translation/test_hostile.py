@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 
 from gateway.errors import KvasirError
-from gateway.types import CallDelta, Event, Finished, Started, TextDelta, UpstreamAnswer, UpstreamRequest
+from gateway.types import (
+    CallDelta,
+    Event,
+    Finished,
+    Started,
+    TextDelta,
+    Thinking,
+    ThinkingDelta,
+    UpstreamAnswer,
+    UpstreamRequest,
+)
 from gateway.upstreams.routes import Route
 from gateway.upstreams.translation.forms import FORMS
 from gateway.upstreams.translation.stage import Translation
@@ -97,6 +107,9 @@ def check(events: Sequence[Event]) -> None:
     for event in events[1:]:
         if type(event) is TextDelta:
             event.text.encode("utf-8", "surrogatepass")
+        elif type(event) is ThinkingDelta:
+            event.text.encode("utf-8", "surrogatepass")
+            assert event.text or event.signature.startswith("a3Yx")
         elif type(event) is CallDelta:
             assert bool(event.name) == (event.call == named)
             named += bool(event.name)
@@ -113,7 +126,7 @@ async def test_every_answer_comes_to_an_end(api: str, stream: bool) -> None:
     dialect = {"responses": "openai"}.get(api, api)
     dice, upstreams = random.Random(f"{api}{stream}"), Broken(form, dialect)
     translation: Any = Translation(upstreams, FORMS)  # type: ignore[arg-type]
-    told = answers(api, ["Hel", "lo"], CALLS, stream=stream)
+    told = answers(api, ["Hel", "lo"], CALLS, stream=stream, thought="Let me see.")
     upstreams.media = told.media
     ended = 0
     for _ in range(MUTATIONS):
@@ -126,7 +139,8 @@ async def test_every_answer_comes_to_an_end(api: str, stream: bool) -> None:
         events: list[Event] = []
         begun_s = time.monotonic()
         try:
-            async with aclosing(translation.answer(chat(stream=stream))) as answer:
+            asked = chat(stream=stream, thinking=dice.choice((None, Thinking())))
+            async with aclosing(translation.answer(asked)) as answer:
                 async for event in answer:
                     events += (event,)
             assert type(events[-1]) is Finished
