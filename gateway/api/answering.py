@@ -14,6 +14,7 @@ from engine.protocol import Hello
 from gateway.api.cache_control import stricter
 from gateway.api.call import Call, settle, work_of_prompt
 from gateway.api.dialect import JSON, SSE, Handler
+from gateway.api.named_files import NamedFiles
 from gateway.api.passthrough import Passthrough
 from gateway.api.record import BODY, RECORD, TENANT, Record, kvasir_headers
 from gateway.api.replies import Answer, reply
@@ -54,6 +55,7 @@ class Answering:
     embedding_models  those that only embed
     limits            of tenants
     passthrough       knows the models and stored answers of upstreams
+    files             that requests name
     line_timeout_s    that a line of a batch may take
     """
 
@@ -65,15 +67,27 @@ class Answering:
     embedding_models: Mapping[str, int]
     limits: TenantLimits
     passthrough: Passthrough
+    files: NamedFiles
     line_timeout_s: float
 
     def generates(self, parse: Parse) -> Handler:
         """The handler of a route whose body holds the whole request."""
 
         async def handler(http: web.Request) -> web.StreamResponse:
-            return await self.answer(http, await parsed(http[RECORD], parse, http[BODY]))
+            record, sent = http[RECORD], http[BODY]
+            body = await self.with_files(record, http[TENANT], sent.get("model"), sent)
+            generation = await parsed(record, parse, body)
+            # Files are looked up for each request.
+            return await self.answer(http, generation if body is sent else generation._replace(stamp=None))
 
         return handler
+
+    async def with_files(self, record: Record, tenant: Tenant, model: object, value: _T, path: str = "") -> _T:
+        """See NamedFiles.put. For a model of an upstream of another API: engines read none, and others have their own
+        files."""
+        if not isinstance(model, str) or self.pipeline.find_hosted(model, tenant.name) is None:
+            return value
+        return await self.files.put(record, tenant, value, path)
 
     def find_model(self, name: str) -> Hello | None:
         """The hello of its engines; None while they are unreachable, and for an upstream's model."""

@@ -13,11 +13,8 @@ from typing import Any, Final
 import xxhash
 
 from gateway.api.routing import Facts
-from gateway.api.tenants import BYTES_PER_TOKEN
+from gateway.api.tenants import BYTES_PER_TOKEN, IMAGE_TOKENS
 from gateway.digests import feed
-
-IMAGE_TOKENS: Final = 1_000
-"""About what an image counts for."""
 
 ANSWER_TOKENS: Final = 256
 """Of an answer, at most: limits are set high, and most answers stay far below."""

@@ -109,10 +109,13 @@ def generating(
     """The endpoint of a route whose body holds the whole request."""
 
     async def answer(record: Record, tenant: Tenant, body: Body) -> bytes:
-        return await answering.whole(record, tenant, await parsed(record, parse, body))
+        return await answering.whole(record, tenant, await generation(record, tenant, body))
 
-    async def call(record: Record, _: Tenant, body: Body) -> Call:
-        return (await parsed(record, parse, body)).call
+    async def call(record: Record, tenant: Tenant, body: Body) -> Call:
+        return (await generation(record, tenant, body)).call
+
+    async def generation(record: Record, tenant: Tenant, body: Body) -> Generation:
+        return await parsed(record, parse, await answering.with_files(record, tenant, body.get("model"), body))
 
     return Endpoint(dialect, path, answer, call, headers, chats)
 

@@ -42,6 +42,7 @@ from gateway.api.gemini.replay import GenerateReplay
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.lines import BatchRunner
 from gateway.api.middleware import DIALECTS, Cors, observed
+from gateway.api.named_files import NamedFiles
 from gateway.api.openai.batches.handlers import OpenAIBatches
 from gateway.api.openai.batches.rows import RowLimits, row_format
 from gateway.api.openai.embeddings import Embedder, Embeddings
@@ -160,10 +161,11 @@ def build_app(
         embedder.models(),
         limits,
         passthrough,
+        NamedFiles(server, files),
         line_timeout_s=batches.line_timeout_s,
     )
     timeout_s = settings.files.upload_timeout_s
-    kept = GeminiFiles(server, files, timeout_s)
+    kept = GeminiFiles(files, answering.files, timeout_s)
     cached = CachedContents(settings.gemini, answering, kept, contents, now)
     background = Background(observer, most=settings.stored_responses.max_background, shutdown_s=server.shutdown_s)
     chats = OpenAI(settings.leases, answering)

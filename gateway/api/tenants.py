@@ -29,6 +29,8 @@ NAMESPACE_HEADER = "x-kvasir-namespace"
 MAX_SCOPES = 1024  # that are remembered; a kilobyte each, with the longest key and salt
 
 BYTES_PER_TOKEN: Final = 4
+IMAGE_TOKENS: Final = 1_000
+"""About what an image counts for, whatever its bytes."""
 
 ONLY_COUNTED: Final = Need(generates=False)
 """Of a request that has its tokens counted."""
@@ -197,6 +199,8 @@ def _prompt_tokens(prompts: tuple[Prompt, ...], body_bytes: int) -> int:
                 chars += len(prompt.text)
             case ChatPrompt():
                 chars += sum(len(message["content"] or "") for message in prompt.messages)
+                images = [len(one.data) for one in prompt.media if one.kind == "image"]
+                tokens, body_bytes = tokens + IMAGE_TOKENS * len(images), body_bytes - sum(images)
     if tokens and not chars:
         return tokens
     return tokens + -(-max(chars, body_bytes) // BYTES_PER_TOKEN)

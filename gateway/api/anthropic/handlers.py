@@ -75,9 +75,7 @@ class Anthropic:
 
     async def message(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages"""
-        version = read_version(http)
-        message = await parsed(http[RECORD], lambda record, body: self._message(record, body, version), http[BODY])
-        return await self.answering.answer(http, message)
+        return await self.answering.generates(partial(self._message, version=read_version(http)))(http)
 
     def _message(self, record: Record, body: dict[str, Any], version: Version) -> Generation:
         message = parse_message(body, version, self.settings, self.leases)

@@ -203,7 +203,7 @@ class CachedContents:
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/cachedContents"""
         tenant, body = http[TENANT], http[BODY]
-        await self.files.put_texts(http[RECORD], tenant, body)
+        await self.files.put(http[RECORD], tenant, body)
         values = await parsed(http[RECORD], lambda _, body: read(body, CREATE), body)
         if not values.get("model"):
             raise missing("model")

@@ -10,6 +10,7 @@ upload is known to one gateway only.
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
 import secrets
 from collections.abc import Iterator
@@ -25,12 +26,13 @@ from gateway.api.dialect import BYTES, Route
 from gateway.api.fields import anything, invalid, no_effect, refused, shown, table, text, used
 from gateway.api.gemini.proto import message, read, under
 from gateway.api.gemini.wire import PAGE, page, timestamp
+from gateway.api.named_files import NamedFiles, text_of, type_of
 from gateway.api.record import BODY, RECORD, TENANT, Record
 from gateway.api.replies import reply_json
 from gateway.api.uploads import PURPOSE, UNNAMED
-from gateway.config import ServerSettings
-from gateway.errors import BadRequestError, BodyTooLargeError, NotFoundError, StorageError, UnsupportedError
+from gateway.errors import BadRequestError, NotFoundError, UnsupportedError
 from gateway.files.store import FileStore, Upload
+from gateway.tasks import off_loop
 from gateway.types import StoredFile, Tenant
 
 VERSIONS: Final = ("v1", "v1beta")
@@ -71,9 +73,9 @@ class _Resumable:
 class GeminiFiles:
     """Handlers of /v1beta/files, and uploads that are not complete."""
 
-    def __init__(self, server: ServerSettings, files: FileStore, upload_timeout_s: float) -> None:
-        self._server = server
+    def __init__(self, files: FileStore, named: NamedFiles, upload_timeout_s: float) -> None:
         self._files = files
+        self._named = named
         self._upload_timeout_s = upload_timeout_s
         self._open: dict[str, _Resumable] = {}  # as many as files.max_uploads
 
@@ -192,40 +194,35 @@ class GeminiFiles:
             raise _not_found(file_id)
         return reply_json({})
 
-    async def put_texts(self, record: Record, tenant: Tenant, body: dict[str, Any]) -> bool:
-        """Puts the texts of files into contents that refer to them. Whether there were any. Raises BadRequestError for
-        what is no text and for URIs of other servers, NotFoundError, and BodyTooLargeError for more than
-        server.max_body_bytes together."""
+    async def put(self, record: Record, tenant: Tenant, body: dict[str, Any], *, texts_only: bool = True) -> bool:
+        """Puts files into contents that refer to them: texts, or bytes where not `texts_only`; URIs of other servers
+        then stay as they are. Whether there were any. Raises BadRequestError for what may not be there, NotFoundError,
+        and BodyTooLargeError for more than server.max_body_bytes together."""
         parts = list(_references(body))
         for path, part, name in parts:
-            reference = part.pop(name)
-            part["text"] = await self._text(record, tenant, reference, f"{path}.fileData")
+            reference, where = part[name], f"{path}.fileData"
+            uri = (reference.get("fileUri") or reference.get("file_uri")) if isinstance(reference, dict) else None
+            known = _URI.fullmatch(uri) if isinstance(uri, str) else None
+            if known is not None:
+                del part[name]
+                part |= await self._inline(record, tenant, known[1], where, texts_only=texts_only)
+            elif texts_only:
+                why = "it is no file that was uploaded here; nothing is fetched from elsewhere"
+                raise invalid(f"{where}.fileUri", why)
         return bool(parts)
 
-    async def _text(self, record: Record, tenant: Tenant, reference: Any, path: str) -> str:
-        uri = (reference.get("fileUri") or reference.get("file_uri")) if isinstance(reference, dict) else None
-        known = _URI.fullmatch(uri) if isinstance(uri, str) else None
-        if known is None:
-            raise invalid(f"{path}.fileUri", "it is no file that was uploaded here; nothing is fetched from elsewhere")
-        async with self._files.reading(tenant.name, known[1]) as found:
-            if found is None:
-                raise _not_found(known[1])
-            stored, chunks = found
-            if stored.num_bytes > self._server.max_body_bytes - record.body_bytes:
-                raise BodyTooLargeError(self._server.max_body_bytes)
-            if record.body is not None:
-                record.body.grow_to(record.body.num_bytes + stored.num_bytes)
-            data = b"".join([chunk async for chunk in chunks])
-        if len(data) != stored.num_bytes:
-            raise StorageError("The file cannot be read at the moment.")
-        record.body_bytes += len(data)
-        try:
-            if b"\0" not in data:
-                return data.decode()
-        except UnicodeDecodeError:
-            pass
-        kind = shown(stored.mime_type)
-        raise UnsupportedError(f"'{path}': the file ({kind}) is no text in UTF-8, and only text is used.", param=path)
+    async def _inline(
+        self, record: Record, tenant: Tenant, file_id: str, path: str, *, texts_only: bool
+    ) -> dict[str, Any]:
+        """What stands in the place of a file."""
+        stored, data = await self._named.read(record, tenant, file_id, _not_found(file_id))
+        if (text := text_of(data)) is not None:
+            return {"text": text}
+        if texts_only:
+            why = f"'{path}': the file ({shown(stored.mime_type)}) is no text in UTF-8, and only text is used."
+            raise UnsupportedError(why, param=path)
+        encoded = await off_loop(len(data), lambda: base64.b64encode(data).decode())
+        return {"inlineData": {"mimeType": type_of(stored), "data": encoded}}
 
 
 def file_json(stored: StoredFile, origin: str) -> dict[str, Any]:

@@ -62,7 +62,9 @@ class Gemini:
         return await self._answer(http, stream=True)
 
     async def _answer(self, http: web.Request, *, stream: bool) -> web.StreamResponse:
-        has_files = await self.files.put_texts(http[RECORD], http[TENANT], http[BODY])
+        name, tenant = model_name(http.match_info["model"]), http[TENANT]
+        texts_only = self.answering.pipeline.find_hosted(name, tenant.name) is None
+        has_files = await self.files.put(http[RECORD], tenant, http[BODY], texts_only=texts_only)
         call, content = await self._call(http, parse_generate, stream=stream)
         model = self.answering.model(call.model, http[RECORD])
         array = stream and http.query.get("alt") != "sse"
@@ -74,7 +76,7 @@ class Gemini:
 
     async def count(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/models/{model}:countTokens"""
-        await self.files.put_texts(http[RECORD], http[TENANT], http[BODY])
+        await self.files.put(http[RECORD], http[TENANT], http[BODY])
         call, content = await self._call(http, parse_count, max_answers=MAX_CANDIDATES)
         model = self.answering.model(call.model, http[RECORD])
         tokens = await self.answering.count(http[RECORD], http[TENANT], call, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import json
 import re
@@ -18,7 +19,7 @@ from redis.asyncio import Redis
 from gateway.api.lines import LineRequest
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.routes import RUNNER
-from gateway.api.tenants import need_of
+from gateway.api.tenants import IMAGE_TOKENS, need_of
 from gateway.config import LeaseSettings, LimitSettings, ServerSettings, TenantSettings
 from gateway.errors import QueueFullError
 from gateway.storage.redis_calls import connect
@@ -157,6 +158,14 @@ def test_four_bytes_are_taken_for_a_token_and_an_answer_for_as_long_as_it_may_be
     assert chat(max_tokens=70) == Need(40, 70, 1)
     assert chat(max_tokens=70, n=3) == Need(40, 70, 3)
     assert chat(max_completion_tokens=10**6) == Need(40, 8192, 1)
+
+
+def test_an_image_counts_the_same_whatever_its_bytes() -> None:
+    for num_bytes in (3, 30_000):
+        url = f"data:image/png;base64,{base64.b64encode(bytes(num_bytes)).decode()}"
+        parts = [{"type": "text", "text": "x" * 100}, {"type": "image_url", "image_url": {"url": url}}]
+        call = parse_chat({"model": "demo", "messages": [{"role": "user", "content": parts}]}, LEASES)
+        assert need_of(call, 160 + len(url), 8192).input_tokens == IMAGE_TOKENS + -(-(160 + len(url[:22])) // 4)
 
 
 def test_prompts_that_come_as_tokens_are_counted() -> None:

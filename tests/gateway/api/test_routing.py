@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gateway.api.facts import IMAGE_TOKENS, facts_of
+from gateway.api.facts import facts_of
 from gateway.api.routing import EXPLORED_SHARE, Facts, State, choose_order, ranked
+from gateway.api.tenants import IMAGE_TOKENS
 from gateway.config import AliasSettings, PriceSettings, Settings, TargetSettings
 
 MODELS = ("a", "b", "c")

@@ -72,6 +72,7 @@ class Bench:
             {},
             of_tenants,
             nothing,
+            nothing,
             line_timeout_s=60.0,
         )
         targets = warm_targets(self.settings, self.answering, Aliases(self.settings.aliases))

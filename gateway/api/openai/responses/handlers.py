@@ -124,7 +124,8 @@ class Responses:
         found = await self._items(tenant, query)
         record.work = max(record.work, work_of(0, len(found)))
         items = await off_loop(record.work, lambda: with_ids(found, token))
-        call = await self._call(record, tenant, query, items, model)
+        whole = await self.answering.with_files(record, tenant, query.values["model"], items, "input")
+        call = await self._call(record, tenant, query, whole, model)
         shape = ResponseShape(
             query,
             token,
