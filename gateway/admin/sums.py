@@ -46,7 +46,8 @@ _SHARED: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     "queues/*/overload/*/share": max,
     "batches/paused_models": max,
     "batches/open_jobs": max,
-    **{f"aliases/*/targets/*/{name}": max for name in ("up", "first_token_ms", "whole_answer_ms")},
+    "aliases/*/targets/*/up": min,
+    **{f"aliases/*/targets/*/{name}_ms": max for name in ("first_token", "whole_answer")},
     "upstreams/*/breaker": lambda one, other: max(one, other, key=_BREAKER.index),
     "response_cache/semantic/spaces": lambda one, other: _added_spaces(one, other),
 }

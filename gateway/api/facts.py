@@ -61,14 +61,15 @@ def _turns(values: Mapping[str, Any]) -> Any:
 def _images(value: Any, depth: int) -> Iterator[int]:
     """Characters of the data of each image among the parts of these turns."""
     for part in value if isinstance(value, list) and depth <= _MAX_DEPTH else ():
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or (type(part.get("content")) is str and "type" not in part):
             continue
         inline = next((part[name] for name in _INLINE if name in part), None)
         if part.get("type") in _IMAGES or _is_image(inline):
             yield _num_chars(part, 0)
         else:
             for name in ("content", "parts", "output"):
-                yield from _images(part.get(name), depth + 1)
+                if type(inside := part.get(name)) is list:
+                    yield from _images(inside, depth + 1)
 
 
 def _is_image(inline: Any) -> bool:
@@ -99,6 +100,12 @@ def _key(values: Mapping[str, Any], tenant: str) -> bytes:
     return hashed.digest()
 
 
+def _is_of_one_request(block: Any) -> bool:
+    """Claude Code begins its system prompt with a line about the request, which need not stay the same."""
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith("x-anthropic-billing-header:")
+
+
 def _first(turns: list[Any]) -> Iterator[Any]:
     """Up to the first turn of the user."""
     for turn in turns:
@@ -112,7 +119,7 @@ def _unmarked(value: Any, depth: int) -> Any:
     if isinstance(value, list):
         if depth > _MAX_DEPTH + 1:
             return value
-        items = [_unmarked(item, depth + 1) for item in value]
+        items = [_unmarked(item, depth + 1) for item in value if not _is_of_one_request(item)]
         (only,) = items if len(items) == 1 else (None,)
         is_text = isinstance(only, dict) and only.get("type") == "text" and only.keys() == {"type", "text"}
         return only["text"] if isinstance(only, dict) and is_text else items

@@ -57,7 +57,8 @@ _CHECKED: Final = frozenset(("/v1/chat/completions", "/v1/responses", "/v1/messa
 """Routes whose answers a check can read, but for responses in the background, from which there is no going back."""
 
 _BY_FACTS: Final = frozenset(("cheapest", "weighted", "affinity"))
-_MODEL: Final = re.compile(rb'"model"(\s*:\s*)"(?:[^"\\]|\\.)*"')
+_MODEL: Final = re.compile(rb'"model"(?:\s*:\s*("(?:[^"\\]|\\.)*"))?')
+_ESCAPED: Final = re.compile(rb"\\u006")
 
 
 class Measured(NamedTuple):
@@ -225,8 +226,9 @@ class Router:
         if "model" in http.match_info:
             http.match_info["model"], http[RAW] = model, raw
         else:
-            http[BODY] = {**body, "model": model}
-            http[RAW] = await off_loop(record.work, lambda: renamed(raw, body, model))
+            http[BODY], http[RAW] = {**body, "model": model}, raw
+            if self._passthrough.serves(model, http[TENANT]):
+                http[RAW] = await off_loop(record.work, lambda: renamed(raw, body, model))
         return await attempt()
 
     async def _order(self, http: web.Request, alias: AliasSettings, facts: Facts, *, generates: bool) -> Order:
@@ -315,10 +317,10 @@ class Router:
 
 def renamed(raw: bytes, body: Mapping[str, Any], model: str) -> bytes:
     """A body with another model: the same bytes but for its name, unless it is not certain where that is."""
-    if raw.count(b'"model"') == 1 and b"\\u006" not in raw:
-        written, count = _MODEL.subn(lambda found: b'"model"%b%b' % (found[1], orjson.dumps(model)), raw)
-        if count == 1:
-            return written
+    found = _MODEL.search(raw)
+    may_be_escaped = b"\\" in raw and _ESCAPED.search(raw)
+    if found is not None and found[1] and not may_be_escaped and not _MODEL.search(raw, found.end()):
+        return b"".join((raw[: found.start(1)], orjson.dumps(model), raw[found.end() :]))
     return dump({**body, "model": model})
 
 

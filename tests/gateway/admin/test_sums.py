@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.protocol import Load
 from gateway.admin.sources import EngineStatus
-from gateway.admin.sums import added, counters
+from gateway.admin.sums import Snapshot, added, counters
 from gateway.api.routes import ADMIN
 from gateway.ledger.base import Row
 from gateway.queues.slots import OverloadStatus, QueueStatus
@@ -85,6 +85,17 @@ def test_an_engine_and_an_upstream_are_in_the_worst_state_that_a_worker_sees() -
     for total in (added(tree(), tree(engines={})), added(tree(engines={}), tree())):  # not heard of by a worker yet
         assert total["engines"] == {("e", "unix:e"): replace(READY, state="connecting")}
     assert added(tree(engines={}), tree(engines={("e", "unix:e"): draining}))["engines"] == {("e", "unix:e"): draining}
+
+
+def test_a_target_of_an_alias_is_as_the_worst_worker_sees_it() -> None:
+    def aliases(**target: Any) -> Snapshot:
+        return {"aliases": {"best": {"policy": "first", "targets": {"m": target}}}}
+
+    one, other = aliases(up=True, requests=2, first_token_ms=5.0), aliases(up=False, requests=3, first_token_ms=7.0)
+    assert added(one, other) == aliases(up=False, requests=5, first_token_ms=7.0)
+    gone = counters(one)
+    assert gone == {"aliases": {"best": {"targets": {"m": {"requests": 2}}}}}
+    assert added(gone, other) == aliases(up=False, requests=5, first_token_ms=7.0)
 
 
 def test_only_counters_are_left_of_a_worker_that_is_no_more() -> None:

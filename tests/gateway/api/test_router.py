@@ -12,7 +12,8 @@ import pytest
 
 from gateway.api.routes import RUNNER
 from gateway.types import Tenant
-from tests.fakes.hosted import ANSWER_TOKENS, PROMPT_TOKENS, answers, refuses
+from tests.fakes.hosted import ANSWER_TOKENS, CLIENTS, PROMPT_TOKENS, answers, refuses
+from tests.fakes.sdk_clients import Heard, ask
 from tests.fakes.upstream import CHAT, CHAT_STREAM, StubUpstream, Told, chunk, error, events, said, upstream, whole_chat
 from tests.fakes.waiting import until
 from tests.fakes.whole import Whole, whole
@@ -95,6 +96,19 @@ async def test_an_engine_falls_back_to_another_api_and_that_to_the_clients_own(s
         assert reply.route == ("gpt", "first; reason=overloaded")
         assert reply.text.encode() == b"".join((CHAT_STREAM if stream else CHAT).pieces)
         assert run.stubs["gpt"].got[0].json == {**BODY, "model": "gpt", "stream": stream}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_every_client_falls_back_in_its_own_form(client: str) -> None:
+    alias = {"targets": ["a", "b", "c"]}
+    fine = [answers("anthropic", ["Hel", "lo"], stream=stream) for stream in (False, True)]
+    told = {"a": refuses("gemini", 503, "busy"), "b": refuses("openai", 429, "slow"), "c": tuple(fine)}
+    async with running(alias, dialects={"a": "gemini", "c": "anthropic"}, **told) as run:
+        for stream in (False, True):
+            heard = await ask(client, run.whole.url, stream=stream, model="best")
+            assert isinstance(heard, Heard)
+            assert (heard.text, heard.completion_tokens) == ("Hello", ANSWER_TOKENS)
+        assert len(run.stubs["c"].got) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -195,13 +209,13 @@ async def test_the_cheapest_answers_and_the_next_one_where_it_fails() -> None:
 
 
 async def test_the_fastest_is_found_by_measuring() -> None:
-    async with running({"targets": ["a", "b"], "policy": "fastest"}, a=CHAT_STREAM, b=CHAT_STREAM) as run:
-        assert (await run.post(stream=True)).route == ("a", "fastest; reason=unmeasured")
+    slow = {"first_token_s": 0.5}
+    async with running({"targets": ["demo", "b"], "policy": "fastest"}, 1, slow, b=CHAT_STREAM) as run:
+        assert (await run.post(stream=True, max_tokens=1)).route == ("demo", "fastest; reason=unmeasured")
         await run.post(model="b", stream=True)  # also by its own name
-        stats = (await run.get("/admin/stats"))["aliases"]["best"]
-        times = {name: one["first_token_ms"] for name, one in stats["targets"].items()}
-        assert all(ms > 0 for ms in times.values())
-        assert (await run.post(stream=True)).route == (min(times, key=times.__getitem__), "fastest; reason=fastest")
+        targets = (await run.get("/admin/stats"))["aliases"]["best"]["targets"]
+        assert targets["demo"]["first_token_ms"] >= 500 > targets["b"]["first_token_ms"] > 0
+        assert (await run.post(stream=True)).route == ("b", "fastest; reason=fastest")
 
 
 async def test_a_request_goes_where_it_fits() -> None:

@@ -141,6 +141,11 @@ def test_a_conversation_keeps_its_key_as_it_grows_and_others_have_another() -> N
         == facts_of({"prompt_cache_key": "k", "input": "b"}, 9, "t").key
     )
     assert facts_of({}, 9, "t").key == b""
+    one, other = (
+        {"system": [{"type": "text", "text": f"x-anthropic-billing-header: cch={number};"}], "messages": ["Hi"]}
+        for number in range(2)
+    )
+    assert facts_of(one, 9, "t").key == facts_of(other, 9, "t").key
 
 
 def test_size_tools_and_images_are_seen_in_every_dialect() -> None:
