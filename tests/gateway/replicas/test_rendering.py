@@ -101,12 +101,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def gateway_of(*servers: ReplicaServer) -> AsyncIterator[Whole]:
+async def gateway_of(*servers: ReplicaServer, **sections: Any) -> AsyncIterator[Whole]:
     tables = [
         server.settings(f"r{number}", kv_events="off", tokenizer=str(DEMO)).model_dump()
         for number, server in enumerate(servers)
     ]
-    async with whole(engines=0, sections={"replicas": tables}) as running:
+    async with whole(engines=0, sections={"replicas": tables, **sections}) as running:
         running.gateway.attach_replicas()
         await until(lambda: sum(engine.joined for engine in running.gateway.registry.engines) == len(servers))
         yield running
@@ -191,6 +191,29 @@ async def test_usage_and_receipts_are_of_the_servers_own_tokens(tmp_path: Path) 
         assert usage.prompt_tokens == len(server.render(body))
         _, headers = await running.ask({**question, "content": question["content"] + "More."}, tools=TOOLS)
         assert int(headers["x-kvasir-predicted-tokens"]) >= 128  # the history has the blocks of those tokens
+
+
+async def test_each_replica_computes_a_prompt_of_warm_in_its_own_tokens(tmp_path: Path) -> None:
+    other = another_template(tmp_path / "other", OTHER_TOOLS)
+    rules, question = "A passenger may take three bags. " * 20, {"role": "user", "content": "May I?"}
+    file, system = tmp_path / "warm.json", {"role": "system", "content": rules}
+    file.write_bytes(orjson.dumps({"messages": [system], "tools": TOOLS}))
+    async with (
+        replica_server(completions=Model()) as one,
+        replica_server(completions=Model(), tokenizer=other) as two,
+        gateway_of(one, two, warm=[{"model": "demo", "file": str(file)}]) as running,
+    ):
+        warming = running.gateway.warming
+        assert warming is not None
+        warming.look()
+        await warming.settled()
+        (prompt,) = warming.figures()["prompts"]
+        assert {name: place["failed"] for name, place in prompt["places"].items()} == {"r0": None, "r1": None}
+        body: Any = {"messages": [system, question], "tools": TOOLS}
+        lengths = {f"r{number}": len(server.render(body)) for number, server in enumerate((one, two))}
+        assert lengths["r0"] != lengths["r1"]
+        _, headers = await running.ask(system, question, tools=TOOLS)
+        assert int(headers["x-kvasir-predicted-tokens"]) > lengths[headers["x-kvasir-engine"]] / 2
 
 
 async def test_replicas_of_one_model_with_different_templates_are_each_right(tmp_path: Path) -> None:
