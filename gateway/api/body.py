@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -149,7 +150,8 @@ async def read_raw(http: web.Request, server: ServerSettings) -> bytes:
 async def body_chunks(
     http: web.Request, limit: BodyLimit, timeout_s: float, most: int = CHUNK_BYTES, claim: Claim | None = None
 ) -> AsyncGenerator[bytes]:
-    """The body as it comes, decoded, in chunks of at most `most` bytes, with a turn of the event loop between two.
+    """The body as it comes, decoded, in chunks of at most `most` bytes, with a turn of the event loop between two; from
+    READ_BYTES on one that is not compressed comes in chunks of what aiohttp holds of it.
 
     Raises BodyTooLargeError, from Content-Length alone where there is one, and BadRequestError for a body that does not
     arrive. The limit also holds for what a compressed body becomes. `claim` grows before a chunk is there.
@@ -184,7 +186,8 @@ def _unreadable(error: Exception, timeout_s: float) -> BadRequestError:
 
 async def _decoded_chunks(http: web.Request, most: int) -> AsyncIterator[bytes]:
     if _encoding(http) == "identity":
-        while chunk := await http.content.read(most):
+        read = http.content.readany if most >= READ_BYTES else partial(http.content.read, most)
+        while chunk := await read():
             yield chunk
             await asyncio.sleep(0)
         return

@@ -177,10 +177,11 @@ def _log(record: Record) -> None:
     level = logging.INFO if record.endpoint.startswith("/v1") or failed_elsewhere else logging.DEBUG
     if not access_log.isEnabledFor(level):
         return
-    if is_final(record):
-        later(access_log, level, partial(_fields, record))
-    else:
-        access_log.log(level, "%s", _fields(record))
+    later(access_log, level, partial(_fields, record) if is_final(record) else partial(_same, _fields(record)))
+
+
+def _same(fields: Fields) -> Fields:
+    return fields
 
 
 def _fields(record: Record) -> Fields:

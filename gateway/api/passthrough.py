@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final, Protocol
@@ -64,6 +64,10 @@ MAX_ANSWERS: Final = 128
 
 MAX_AT_ONCE: Final = 256 << 10
 """Bytes of a whole answer up to which it is written at once, when it is there."""
+
+MAX_UNTIMED: Final = 16 << 10
+"""The same up to which no write waits for the client: transports hold 64 KiB, and are down to 16 KiB of the answer
+before."""
 
 _KEYS: Final = frozenset(("key", "api_key", "access_token", "$key"))
 """Parameters of a URL that an upstream never gets."""
@@ -208,8 +212,7 @@ class Passthrough:
             priority=values.get("priority", 0) if type(values.get("priority")) is int else 0,
         )
         request = await off_loop(record.work, build)
-        need = need_of(request)
-        await set_aside(self.limits, record, lambda: need)
+        await set_aside(self.limits, record, lambda: need_of(request))
         record.traces = [request.trace]
         async with self.upstreams.answer(request) as answer:
             record.model = answer.label
@@ -220,7 +223,7 @@ class Passthrough:
             response = await _pass_back(http, answer, request.deadline_s, chunks)
             if keep is not None and chunks is not None and not record.status:
                 headers = {**dict(answer.headers), **(_UNBUFFERED if record.stream else {})}
-                keep(Rendered(model, None, need, headers, b"".join(chunks)))
+                keep(Rendered(model, None, need_of(request), headers, b"".join(chunks)))
             return response
 
     def request(
@@ -266,30 +269,33 @@ async def _pass_back(
     record.stream = SSE in headers.get("Content-Type", "")
     is_short = not record.stream and int(headers.get("Content-Length", MAX_AT_ONCE)) < MAX_AT_ONCE
     response: web.StreamResponse | None = None
+    limit = asyncio.timeout(deadline_s - time.monotonic())
     try:
-        async with asyncio.timeout(deadline_s - time.monotonic()) as scope:
-            with no_panic():
-                if is_short and http.method != "HEAD":  # in one write with its headers
-                    body = b"".join([chunk async for chunk in answer.chunks])
-                    if chunks is not None:
-                        chunks.append(body)
-                    response = web.Response(body=body, status=answer.status, headers=headers)
+        with no_panic():
+            if is_short and http.method != "HEAD":  # in one write with its headers
+                body = b"".join([chunk async for chunk in answer.chunks])  # which has no more time than this
+                if chunks is not None:
+                    chunks.append(body)
+                response = web.Response(body=body, status=answer.status, headers=headers)
+                async with limit if len(body) > MAX_UNTIMED else nullcontext():
                     await response.prepare(http)
-                else:
-                    response = web.StreamResponse(status=answer.status, headers=headers)
-                    await response.prepare(http)
-                    if http.method != "HEAD":  # aiohttp would write the body
-                        async for chunk in answer.chunks:
-                            if chunks is not None:
-                                chunks.append(chunk)
-                            await response.write(chunk)
+                    await response.write_eof()
+                return response
+            async with limit:
+                response = web.StreamResponse(status=answer.status, headers=headers)
+                await response.prepare(http)
+                if http.method != "HEAD":  # aiohttp would write the body
+                    async for chunk in answer.chunks:
+                        if chunks is not None:
+                            chunks.append(chunk)
+                        await response.write(chunk)
                 await response.write_eof()
     except ConnectionResetError:
         record.status = CLIENT_LEFT
     except Exception as error:
         if response is None or not response.prepared:
             raise
-        late = isinstance(error, TimeoutError) and scope.expired()
+        late = isinstance(error, TimeoutError) and limit.expired()
         shown = UpstreamTimeoutError("The client read too slowly.") if late else known_error(error, record)
         await _cut(http, record, response, shown)
     return web.Response(status=CLIENT_LEFT) if response is None else response

@@ -128,9 +128,13 @@ class ChatShape(_ChoicesShape):
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A chunk of text, with the log probabilities of its tokens where they are requested."""
+        written = json_text(delta.text)
+        if not delta.scored and not self._signatures:  # as nearly all are
+            choice = b'%b"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b'
+            return choice % (self._head, index, written, self._tail)
         logprobs = json_line(chat_logprobs(delta.scored)) if delta.scored else b"null"
         before = self._detail(index) if self._signatures else b""
-        return before + self._chunk(index, b'"delta":{"content":%b}' % json_text(delta.text), b"null", logprobs)
+        return before + self._chunk(index, b'"delta":{"content":%b}' % written, b"null", logprobs)
 
     def thinking(self, index: int, delta: ThinkingDelta) -> bytes:
         """Its text as other servers write it. A signature waits for what comes after it."""

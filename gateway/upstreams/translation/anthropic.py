@@ -366,12 +366,15 @@ class _Reader(AnswerReader):
         self._has_text = False
 
     def event(self, event: Mapping[str, Any]) -> Iterator[Delta]:
+        if event.get("type") == "content_block_delta":  # as nearly all are
+            return self._delta(event["index"], event["delta"])
+        return self._event(event)
+
+    def _event(self, event: Mapping[str, Any]) -> Iterator[Delta]:
         match event.get("type"):
             case "content_block_start":
                 yield from self._close()
                 yield from self._begin(event["index"], event["content_block"])
-            case "content_block_delta":
-                yield from self._delta(event["index"], event["delta"])
             case "content_block_stop" if self._thought is not None or event["index"] == self._open:
                 yield from self._close()
             case "message_delta":
@@ -408,7 +411,9 @@ class _Reader(AnswerReader):
 
     def _delta(self, index: int, delta: Mapping[str, Any]) -> Iterator[Delta]:
         if delta["type"] == "text_delta":
-            yield from self._text(delta["text"])
+            if text := string_of(delta["text"]):
+                self._has_text = True
+                yield TextDelta(text)
         elif delta["type"] in ("thinking_delta", "signature_delta") and self._thought is not None:
             name = delta["type"].removesuffix("_delta")
             yield from self._think(name, delta[name])

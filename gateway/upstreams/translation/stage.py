@@ -116,10 +116,12 @@ class _Read:
             if len(self._whole) > MAX_ANSWER_BYTES:
                 raise _lost(self._upstream, "sent an answer that is too long")
             return []
+        if (simple := _SIMPLE.fullmatch(chunk)) and self._events.between:  # one event, as nearly all chunks are
+            return self._made(self._reader.event, data) if (data := simple[1]) not in _NOTHING else []
         deltas: list[Delta] = []
         for event in self._events.feed(chunk):
             simple = _SIMPLE.fullmatch(event)
-            if (data := simple[1] if simple else data_of(event)) and data != b"[DONE]":
+            if (data := simple[1] if simple else data_of(event)) not in _NOTHING:
                 deltas += self._made(self._reader.event, data)
         return deltas
 
@@ -166,6 +168,8 @@ class _Read:
 
 _SIMPLE: Final = re.compile(rb"(?:event: [^\r\n]*\n)?data: ([^\r\n]*)\n\n")
 """An event as nearly all are."""
+
+_NOTHING: Final = (b"", b"[DONE]")
 
 
 @lru_cache(4096)
