@@ -68,6 +68,7 @@ IGNORED: dict[type, frozenset[str]] = {
             "stream",
             "trace",
             "work",
+            "check",  # is done with before the cache is asked
         )
     ),
     ChatPrompt: frozenset(("markers", "min_breakpoint_tokens")),  # what is kept of it, not what is answered
@@ -107,6 +108,7 @@ OTHER: dict[type, dict[str, Any]] = {
         "work": 9,
         "reuse": Reuse(partition="p"),
         "trace": Trace(engine="e"),
+        "check": object(),
     },
     Sampling: {
         "max_tokens": 9,

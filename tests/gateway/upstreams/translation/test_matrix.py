@@ -272,6 +272,19 @@ async def test_an_answer_is_remembered_for_clients_of_every_form() -> None:
     assert len(stub.got) == 1
 
 
+async def test_an_answer_is_remembered_for_one_image_and_no_other() -> None:
+    told = answers("anthropic", ["A cat."], stream=False)
+    cache = {"mode": "on", "requests": "all"}
+    async with gateway("anthropic", told, sections={"response_cache": cache}) as (url, stub), sdks(url) as clients:
+        for client in ("openai", "gemini", "responses"):
+            heard = await clients.ask(client, "up-1", Wish(image=True))
+            assert isinstance(heard, Heard)
+            assert heard.text == "A cat."
+        assert len(stub.got) == 1
+        assert isinstance(await clients.ask("openai", "up-1", Wish()), Heard)
+    assert len(stub.got) == 2
+
+
 @streams
 async def test_what_an_api_lacks_is_refused_or_left_out_and_named(stream: bool) -> None:
     body = {"model": "up-1", "messages": [{"role": "user", "content": "Hi"}], "stream": stream, "seed": 7, "n": 1}

@@ -27,7 +27,7 @@ def body_of(upstream: str, client: str, fields: Any, *, lossy: bool = False) -> 
     """The body that the upstream gets, and what was dropped."""
     request = request_of(client, fields)
     object.__setattr__(request, "model", MODEL)
-    return _written(CLIENTS[upstream], request, lossy=lossy).values, request.trace.dropped
+    return _written(CLIENTS[upstream], request, MODEL, lossy=lossy).values, request.trace.dropped
 
 
 def words(value: Any) -> Iterator[str]:
@@ -83,17 +83,17 @@ def test_a_value_out_of_bounds_is_refused_or_dropped(upstream: str, name: str, b
     def asking(number: int) -> Request:
         return chat(stop=tuple("abcdefgh"[:number])) if name == "stop" else chat(sampling={name: number})
 
-    _written(CLIENTS[upstream], asking(bound), lossy=False)
+    _written(CLIENTS[upstream], asking(bound), MODEL, lossy=False)
     out = asking(bound + step)
     with pytest.raises(UnsupportedError) as caught:
-        _written(CLIENTS[upstream], out, lossy=False)
+        _written(CLIENTS[upstream], out, MODEL, lossy=False)
     assert (caught.value.param, f"{bound:g}" in caught.value.message) == (name, True)
     if name in DROPPED:
-        assert _written(CLIENTS[upstream], out, lossy=True).values == _plain(upstream)
+        assert _written(CLIENTS[upstream], out, MODEL, lossy=True).values == _plain(upstream)
 
 
 def _plain(upstream: str) -> Any:
-    return _written(CLIENTS[upstream], chat(), lossy=False).values
+    return _written(CLIENTS[upstream], chat(), MODEL, lossy=False).values
 
 
 OURS = {
