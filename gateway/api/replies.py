@@ -71,9 +71,10 @@ class Answer:
     calls: tuple[ToolCall, ...] = ()
     stop: str | None = None  # the stop string that ended it
     thoughts: tuple[ToldThought, ...] = ()
+    refusal: str = ""  # why there is no answer, or none that goes on; not part of `text`
 
     def in_order(self) -> Iterator[ToldThought | str | ToolCall]:
-        """Thoughts, text and calls, for APIs that have the calls behind the text."""
+        """Thoughts, text, calls and refusal, for APIs that have the calls behind the text."""
         parts: list[str | ToolCall] = [self.text, *self.calls]
         thoughts = list(self.thoughts)
         for number, part in enumerate(parts, -1):
@@ -82,6 +83,8 @@ class Answer:
             if part:
                 yield part
         yield from thoughts
+        if self.refusal:
+            yield self.refusal
 
 
 def join_calls(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
@@ -90,7 +93,7 @@ def join_calls(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
     chars = 0
     for delta in deltas:
         if isinstance(delta, TextDelta):
-            chars += len(delta.text)
+            chars += 0 if delta.refusal else len(delta.text)
         elif isinstance(delta, CallDelta):
             if delta.call == len(calls):
                 calls.append((delta.name, chars, []))

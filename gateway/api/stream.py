@@ -154,7 +154,8 @@ async def collect(
                 elif type(event) is Finished:
                     end = await _finished(event, request, account)
                     echoed = echo(index)
-                    texts = [delta for delta in deltas if type(delta) is TextDelta]
+                    texts = [delta for delta in deltas if type(delta) is TextDelta and not delta.refusal]
+                    refused = [delta.text for delta in deltas if type(delta) is TextDelta and delta.refusal]
                     is_scored = request.sampling.logprobs is not None
                     return Answer(
                         text=echoed + "".join([delta.text for delta in texts]),
@@ -165,6 +166,7 @@ async def collect(
                         prompt=prompt,
                         calls=join_calls(deltas),
                         thoughts=join_thoughts(deltas),
+                        refusal="".join(refused),
                         stop=end.stop,
                     )
         raise KvasirError("The answer ended without a reason.")

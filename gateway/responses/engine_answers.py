@@ -99,6 +99,8 @@ class EngineQuery(Query[Event]):
 
     def record(self, items: Sequence[Event], trace: Trace) -> Recorded | Refused:
         last, body = items[-1], encode(items, self.age_ms)
+        if isinstance(last, Finished) and last.reason == "refusal":
+            return "other"
         if isinstance(last, Finished) and last.reason == "length" and not self.settings.truncated:
             return "truncated"
         return "other" if body is None else Recorded(self.model, body, text_of(items))

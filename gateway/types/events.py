@@ -86,11 +86,13 @@ class ScoredToken:
 class TextDelta:
     """A chunk of the answer: whole characters only, and nothing that may become part of a stop string.
 
-    scored  the tokens that end in it, when log probabilities are asked for; the text is empty where they have none
+    scored   the tokens that end in it, when log probabilities are asked for; the text is empty where they have none
+    refusal  it is no answer, but says why there is none
     """
 
     text: str
     scored: tuple[ScoredToken, ...] = ()
+    refusal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +124,15 @@ class ThinkingDelta:
 Delta = TextDelta | CallDelta | ThinkingDelta
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "refusal"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of every answer that did not fail.
 
-    reason  "tool_calls": it ended by itself, and calls tools
+    reason  "tool_calls": it ended by itself, and calls tools; "refusal": the model, or a filter of an upstream, did
+            not want to answer, or to go on
     stop    the stop string that ended it
     """
 

@@ -23,7 +23,12 @@ from gateway.types import CallDelta, Finished, FinishReason, Started, TextDelta,
 ServiceTier = Literal["standard", "priority", "batch"]
 SERVED_TIERS: Final[Mapping[Tier, ServiceTier]] = {"priority": "priority", "default": "standard", "flex": "standard"}
 
-_REASONS: Final[dict[FinishReason, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_REASONS: Final[dict[FinishReason, str]] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "refusal": "refusal",
+}
 _CUMULATIVE: Final = (
     *("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"),
     *("output_tokens", "output_tokens_details"),
@@ -182,7 +187,8 @@ def _end(reason: FinishReason, stop: str | None, usage: Usage, max_tokens: int) 
     reported = "stop_sequence" if stop is not None else _REASONS[reason]
     if reason == "length" and usage.completion_tokens < max_tokens:
         reported = "model_context_window_exceeded"
-    return {"stop_reason": reported, "stop_sequence": stop, "stop_details": None}
+    details = {"type": "refusal", "category": None, "explanation": None} if reason == "refusal" else None
+    return {"stop_reason": reported, "stop_sequence": stop, "stop_details": details}
 
 
 def model_json(model: str, created: int, context_tokens: int | None) -> dict[str, Any]:

@@ -183,6 +183,8 @@ def _reason(reason: FinishReason, *, broken: bool) -> dict[str, Any]:
     """Why a candidate ended. `broken`: a call could not be read, and was left out."""
     if reason == "length":
         return {"finishReason": "MAX_TOKENS"}
+    if reason == "refusal":
+        return {"finishReason": "SAFETY"}
     if broken:
         message = "The arguments of a function call are no JSON object."
         return {"finishReason": "MALFORMED_FUNCTION_CALL", "finishMessage": message}

@@ -77,7 +77,9 @@ class ChatReplay(Replay):
         return written_again if has_usage or not usage else None
 
     def ending(self, whole: Mapping[str, Any]) -> Ending | None:
-        """The one of all choices that is least complete; None as well for an error."""
+        """The one of all choices that is least complete; None as well for an error, and where one is a refusal."""
+        if any((choice.get("message") or {}).get("refusal") for choice in whole.get("choices", ())):
+            return None
         reasons = {choice.get("finish_reason") for choice in whole.get("choices", ())}
         known = reasons and reasons <= {"stop", "tool_calls", "function_call", "length"}
         if whole.get("error") is not None or not known:

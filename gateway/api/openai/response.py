@@ -129,11 +129,13 @@ class ChatShape(_ChoicesShape):
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A chunk of text, with the log probabilities of its tokens where they are requested."""
         written = json_text(delta.text)
-        if not delta.scored and not self._signatures:  # as nearly all are
+        if not (delta.scored or delta.refusal or self._signatures):  # as nearly all are
             choice = b'%b"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]%b'
             return choice % (self._head, index, written, self._tail)
         logprobs = json_line(chat_logprobs(delta.scored)) if delta.scored else b"null"
         before = self._detail(index) if self._signatures else b""
+        if delta.refusal:
+            return before + self._chunk(index, b'"delta":{"refusal":%b}' % written)
         return before + self._chunk(index, b'"delta":{"content":%b}' % written, b"null", logprobs)
 
     def thinking(self, index: int, delta: ThinkingDelta) -> bytes:
@@ -201,6 +203,8 @@ class ChatShape(_ChoicesShape):
             message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
         elif answer.calls:
             message["tool_calls"] = [self._whole_call(call.name, call.arguments) for call in answer.calls]
+        if answer.refusal:
+            message |= {"content": answer.text or None, "refusal": answer.refusal}
         if answer.thoughts:
             self._add_thoughts(answer, message)
         return message
@@ -229,7 +233,7 @@ class ChatShape(_ChoicesShape):
 
     def _reason(self, reason: str) -> str:
         if reason != "tool_calls":
-            return reason
+            return "content_filter" if reason == "refusal" else reason
         if self._named:
             return "stop"
         return "function_call" if self._deprecated else reason

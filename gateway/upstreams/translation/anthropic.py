@@ -455,12 +455,15 @@ class _Reader(AnswerReader):
         """A refusal says why, where it has begun with nothing else."""
         if (why := message.get("stop_reason")) is None:
             return
-        if why == "refusal" and not self._has_text:
-            yield from self._text((message.get("stop_details") or {}).get("explanation") or "")
+        explained = (message.get("stop_details") or {}).get("explanation")
+        if why == "refusal" and explained and not self._has_text:
+            yield TextDelta(string_of(explained), refusal=True)
         if why == "stop_sequence" and isinstance(stop := message.get("stop_sequence"), str):
             self.stop = stop
-        called = self._calls and why not in ("refusal", "stop_sequence")
+        called = self._calls and why != "stop_sequence"
         self.reason = "length" if why in _CUT else "tool_calls" if called else "stop"
+        if why == "refusal":
+            self.reason = "refusal"
 
 
 def _refusal(event: Mapping[str, Any]) -> UpstreamRefusedError:

@@ -77,6 +77,13 @@ _NO_SIGNATURE: Final = "skip_thought_signature_validator"
 _IMAGES: Final = ("image/png", "image/jpeg", "image/webp", "image/heic", "image/heif")
 _SOUNDS: Final = re.compile(r"audio/(wav|x-wav|mp3|mpeg|aiff|aac|ogg|flac|mp4|webm)")
 _FILES: Final = re.compile(r"application/(pdf|json|x-javascript|x-python)|text/.+")
+_REFUSED: Final = frozenset(
+    (
+        *("SAFETY", "RECITATION", "LANGUAGE", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR"),
+        *("IMAGE_SAFETY", "IMAGE_PROHIBITED_CONTENT", "IMAGE_RECITATION"),
+    )
+)
+"""Reasons of an end by a filter."""
 _FAILED: Final = frozenset(
     (
         *("MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL", "TOO_MANY_TOOL_CALLS"),
@@ -330,7 +337,8 @@ class _Reader(AnswerReader):
             raise refusal(error["message"], _status(error.get("code")))
         feedback = event.get("promptFeedback") or {}
         if blocked := feedback.get("blockReason"):
-            raise refusal(_why("The prompt was blocked", blocked, feedback.get("blockReasonMessage")), 400)
+            yield TextDelta(_why("The prompt was blocked", blocked, feedback.get("blockReasonMessage")), refusal=True)
+            self.reason = "refusal"
         candidates = event.get("candidates")
         if not candidates:
             return
@@ -367,9 +375,9 @@ class _Reader(AnswerReader):
             raise refusal(_why("The model wrote no answer that can be read", why, message), 502)
         if why not in ("STOP", "MAX_TOKENS") and message and not self._has_text:
             self._has_text = True
-            yield TextDelta(string_of(message))
+            yield TextDelta(string_of(message), refusal=why in _REFUSED)
         ended: FinishReason = "tool_calls" if self._num_calls and why == "STOP" else "stop"
-        self.reason = "length" if why == "MAX_TOKENS" else ended
+        self.reason = "refusal" if why in _REFUSED else "length" if why == "MAX_TOKENS" else ended
 
 
 def _status(code: Any) -> int:

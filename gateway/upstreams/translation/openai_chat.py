@@ -307,6 +307,7 @@ class _Reader(AnswerReader):
         self._model = request.model
         self._thought: dict[str, list[str]] = {}  # by field
         self._details: list[Json] = []
+        self._refused = False
         self._calls = -1  # number of the last call
         self._seen = set[tuple[int, str]]()  # indexes and ids of the calls
         self._index, self._id = -1, ""  # of the last call
@@ -323,13 +324,16 @@ class _Reader(AnswerReader):
             yield from self._end(choice)
 
     def _message(self, choice: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Delta]:
-        text = plain_text(message.get("content")) + plain_text(message.get("refusal"))
+        text, refused = plain_text(message.get("content")), plain_text(message.get("refusal"))
         yield from self._think(message)
         calls = message.get("tool_calls") or ()
         scores = {} if calls else choice.get("logprobs") or {}
         scored = self._scores.read([*(scores.get("content") or ()), *(scores.get("refusal") or ())])
-        if text or scored:
+        if text or (scored and not refused):
             yield TextDelta(text, scored)
+        if refused:
+            self._refused = True
+            yield TextDelta(refused, () if text else scored, refusal=True)
         for position, call in enumerate(calls):
             yield from self._call(call, position)
 
@@ -398,8 +402,9 @@ class _Reader(AnswerReader):
         if not why or why in _BROKEN:
             return
         yield from self._close()
-        called = self._calls >= 0 and why != "content_filter"
-        self.reason = "length" if why in _CUT else "tool_calls" if called else "stop"
+        self.reason = "length" if why in _CUT else "tool_calls" if self._calls >= 0 else "stop"
+        if why == "content_filter" or self._refused:
+            self.reason = "refusal"
         if (stop := choice.get("stop_reason")) in self._stops:  # vLLM and SGLang say it
             self.stop = stop
 

@@ -214,6 +214,7 @@ class _Reader(AnswerReader):
 
     def __init__(self, request: Request) -> None:
         self._model = request.model
+        self._refused = False
         self._has_thought = False  # some text of the thoughts is there
         self._scores = Scores(request)
         self._calls: dict[int, int] = {}  # number of an item -> of its call
@@ -225,8 +226,10 @@ class _Reader(AnswerReader):
         if kind == "error" or event.get("error"):
             raise refusal(event.get("error") or event)
         match kind:
-            case "response.output_text.delta" | "response.refusal.delta":
+            case "response.output_text.delta":
                 yield from self._text(event["delta"], event.get("logprobs"))
+            case "response.refusal.delta":
+                yield from self._refuse(event["delta"])
             case "response.reasoning_summary_text.delta" | "response.reasoning_text.delta":
                 yield from self._think(event["delta"])
             case "response.reasoning_summary_part.added" if self._has_thought:
@@ -245,8 +248,10 @@ class _Reader(AnswerReader):
         for index, item in enumerate(answer.get("output") or ()):
             if item["type"] == "message":
                 for part in item["content"]:
-                    if part["type"] in ("output_text", "refusal"):
-                        yield from self._text(part.get("text", part.get("refusal")), part.get("logprobs"))
+                    if part["type"] == "output_text":
+                        yield from self._text(part.get("text"), part.get("logprobs"))
+                    elif part["type"] == "refusal":
+                        yield from self._refuse(part["refusal"])
             elif item["type"] == "reasoning":
                 texts = [part["text"] for part in item.get("summary") or item.get("content") or ()]
                 yield from self._think("\n\n".join(texts))
@@ -258,6 +263,11 @@ class _Reader(AnswerReader):
         text, scored = plain_text(given), self._scores.read(scores or ())
         if text or scored:
             yield TextDelta(text, scored)
+
+    def _refuse(self, given: Any) -> Iterator[Delta]:
+        if text := plain_text(given):
+            self._refused = True
+            yield TextDelta(text, refusal=True)
 
     def _think(self, text: Any) -> Iterator[Delta]:
         if plain_text(text):
@@ -311,7 +321,7 @@ class _Reader(AnswerReader):
         if status not in ("completed", "incomplete"):
             return
         yield from self._close()
-        if status == "completed":
-            self.reason = "tool_calls" if self._calls else "stop"
+        if self._refused or why == "content_filter":
+            self.reason = "refusal"
         else:
-            self.reason = "stop" if why == "content_filter" else "length"
+            self.reason = "length" if status == "incomplete" else "tool_calls" if self._calls else "stop"

@@ -54,11 +54,13 @@ class ResponseReplay(Replay):
         ]
 
     def ending(self, whole: Mapping[str, Any]) -> Ending | None:
-        """None for a response that failed, was filtered, or is still being made."""
+        """None for a response that failed, was filtered or refused, or is still being made."""
         if whole["status"] == "incomplete":
             reason = (whole.get("incomplete_details") or {}).get("reason")
             return "length" if reason == "max_output_tokens" else None
         if whole["status"] != "completed":
+            return None
+        if any(part.get("type") == "refusal" for item in whole["output"] for part in item.get("content") or ()):
             return None
         return "stop" if all(item["type"] in ("message", "reasoning") for item in whole["output"]) else "tool_calls"
 

@@ -95,11 +95,15 @@ class ResponseShape(Shape):
 
     def text(self, index: int, delta: TextDelta) -> bytes:
         """A chunk of a message, which it opens if it is the first."""
-        opened = b"" if self._open and self._open.item["type"] == "message" else self._close() + self._open_text()
+        part = "refusal" if delta.refusal else "output_text"
+        opened = b"" if self._open and self._open.part == part else self._close() + self._open_text(part)
         assert self._open is not None
         scored = logprobs_json(delta.scored)
         self._open.texts.append(delta.text)
         self._open.scored.extend(scored)
+        if delta.refusal:
+            refused = {**self._open.where, "content_index": 0, "delta": delta.text}
+            return opened + self._events(("response.refusal.delta", refused))
         fields = {**self._open.where, "content_index": 0, "delta": delta.text, "logprobs": scored}
         return opened + self._events(("response.output_text.delta", fields))
 
@@ -168,6 +172,8 @@ class ResponseShape(Shape):
             done = call.offset
         self._take_text(answer, done, None)
         self._take_thoughts(thoughts, len(answer.calls))
+        if answer.refusal:
+            self.text(0, TextDelta(answer.refusal, refusal=True))
         self.closing(0, Finished(answer.reason, answer.usage))
 
     def _take_text(self, answer: Answer, start: int, end: int | None) -> None:
@@ -188,6 +194,9 @@ class ResponseShape(Shape):
         if self._reason == "length" and not self._prewarm:
             response["status"] = "incomplete"
             response["incomplete_details"] = {"reason": "max_output_tokens"}
+        elif self._reason == "refusal":
+            response["status"] = "incomplete"
+            response["incomplete_details"] = {"reason": "content_filter"}
         else:
             response["status"] = "completed"
             response["completed_at"] = int(time.time())
@@ -210,11 +219,10 @@ class ResponseShape(Shape):
 
     # -- items --------------------------------------------------------------------------------------------------------
 
-    def _open_text(self) -> bytes:
+    def _open_text(self, part: str = "output_text") -> bytes:
         message = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
-        opened = self._begin(message, None)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return self._events(item_added(opened.where, opened.item), part_added(opened.where, 0, part))
+        opened = self._begin(message, None, part)
+        return self._events(item_added(opened.where, opened.item), part_added(opened.where, 0, _part(part, "", [])))
 
     def _open_call(self, name: str) -> bytes:
         """Its item is sent when its arguments are, unless they are streamed."""
@@ -222,10 +230,10 @@ class ResponseShape(Shape):
         opened = self._begin(tool.begun(new_call_id()), tool)
         return self._events(item_added(opened.where, opened.item)) if tool.streamed else b""
 
-    def _begin(self, item: Item, tool: Declared | None) -> _Open:
+    def _begin(self, item: Item, tool: Declared | None, part: str = "") -> _Open:
         index = len(self.output)
         item = {"id": item_id(item["type"], self._token, f"o{index:04x}"), **item}
-        self._open = _Open({"item_id": item["id"], "output_index": index}, item, tool, [], [])
+        self._open = _Open({"item_id": item["id"], "output_index": index}, item, tool, [], [], part)
         self.output.append(item)
         return self._open
 
@@ -233,14 +241,14 @@ class ResponseShape(Shape):
         """The item that is open, if one is. `cut`: it was not completed."""
         if self._open is None:
             return b""
-        (where, item, tool, texts, scored), self._open = self._open, None
+        (where, item, tool, texts, scored, part), self._open = self._open, None
         status, written = "incomplete" if cut else "completed", "".join(texts)
         if item["type"] == "reasoning":
             item["status"] = status
             return self._events(*summary_done(where, item, written), item_done(where, item))
         if tool is None:
             item["status"] = status
-            item["content"] = [{"type": "output_text", "text": written, "annotations": [], "logprobs": scored}]
+            item["content"] = [_part(part, written, scored)]
             return self._events(*part_done(where, 0, item["content"][0]), item_done(where, item))
         tool.fill(item, written)
         added = b"" if tool.streamed else self._events(item_added(where, item))
@@ -264,6 +272,7 @@ class _Open(NamedTuple):
     tool    of a call; None: it is a message, or a thought
     texts   chunks of the message's only part, of the thought's summary, or of the call's arguments
     scored  log probabilities of the message
+    part    type of the message's only part
     """
 
     where: dict[str, Any]
@@ -271,6 +280,13 @@ class _Open(NamedTuple):
     tool: Declared | None
     texts: list[str]
     scored: list[dict[str, Any]]
+    part: str
+
+
+def _part(kind: str, text: str, scored: list[dict[str, Any]]) -> dict[str, Any]:
+    if kind == "refusal":
+        return {"type": kind, "refusal": text}
+    return {"type": kind, "text": text, "annotations": [], "logprobs": scored}
 
 
 # -- the response object -----------------------------------------------------------------------------------------------

@@ -339,12 +339,12 @@ ANSWERS: dict[str, tuple[Any, Any]] = {
     "cut": (message(said_text("Hi"), reason="max_tokens"), ("Hi", [], "length", None)),
     "cut by the context": (message(reason="model_context_window_exceeded"), ("", [], "length", None)),
     "stop string": (message(said_text("a"), reason="stop_sequence", stop_sequence="b"), ("a", [], "stop", "b")),
-    "refusal": (message(reason="refusal", stop_details=EXPLAINED), ("It may not.", [], "stop", None)),
+    "refusal": (message(reason="refusal", stop_details=EXPLAINED), ("It may not.", [], "refusal", None)),
     "refusal with a text": (
         message(said_text("No."), reason="refusal", stop_details=EXPLAINED),
-        ("No.", [], "stop", None),
+        ("No.", [], "refusal", None),
     ),
-    "refusal without a word": (message(reason="refusal"), ("", [], "stop", None)),
+    "refusal without a word": (message(reason="refusal"), ("", [], "refusal", None)),
     "paused": (message(said_text("a"), reason="pause_turn"), ("a", [], "stop", None)),
 }
 

@@ -307,9 +307,9 @@ ANSWERS: dict[str, tuple[list[dict[str, Any]], Any]] = {
     "an end without content": ([answer(wrote("a"), why=None), answer()], ("a", [], "stop", None)),
     "cut": ([answer(wrote("a"), why="MAX_TOKENS")], ("a", [], "length", None)),
     "cut among calls": ([answer(called("clock"), why="MAX_TOKENS")], ("", [("clock", "{}")], "length", None)),
-    "filtered": ([answer(wrote("a"), why="SAFETY", message="No.")], ("a", [], "stop", None)),
-    "filtered at once": ([answer(why="PROHIBITED_CONTENT", message="No.")], ("No.", [], "stop", None)),
-    "filtered without a word": ([answer(why="RECITATION")], ("", [], "stop", None)),
+    "filtered": ([answer(wrote("a"), why="SAFETY", message="No.")], ("a", [], "refusal", None)),
+    "filtered at once": ([answer(why="PROHIBITED_CONTENT", message="No.")], ("No.", [], "refusal", None)),
+    "filtered without a word": ([answer(why="RECITATION")], ("", [], "refusal", None)),
     "no end": ([answer(wrote("a"), why=None)], ("a", [], None, None)),
     "no candidate": ([{"usageMetadata": {"promptTokenCount": 1}}, {"candidates": []}], ("", [], None, None)),
     "other parts": (
@@ -357,17 +357,22 @@ def test_what_is_no_answer_is_an_error(event: dict[str, Any]) -> None:
             list(read(event))
 
 
-BLOCKED = api.GenerateContentResponse(
+BLOCKED: Any = api.GenerateContentResponse(
     prompt_feedback=api.GenerateContentResponsePromptFeedback(
         block_reason=api.BlockedReason.SAFETY, block_reason_message="Too bad."
     )
 )
 ERRORS: dict[str, tuple[dict[str, Any], int, str]] = {
-    "blocked prompt": (orjson.loads(BLOCKED.model_dump_json(by_alias=True, exclude_none=True)), 400, "SAFETY.*Too bad"),
     "overloaded": ({"error": {"code": 503, "message": "Busy.", "status": "UNAVAILABLE"}}, 503, "Busy"),
     "no status": ({"error": {"code": "x", "message": "Busy."}}, 500, "Busy"),
     "no call": (answer(why="MALFORMED_FUNCTION_CALL", message="Odd."), 502, "MALFORMED_FUNCTION_CALL.*Odd"),
 }
+
+
+def test_a_blocked_prompt_is_a_refusal() -> None:
+    event = orjson.loads(BLOCKED.model_dump_json(by_alias=True, exclude_none=True))
+    said = "The prompt was blocked (SAFETY): Too bad."
+    assert read_stream(FORM.reader(chat()), [event]) == (said, [], "refusal", None)
 
 
 @pytest.mark.parametrize(("event", "status", "said"), ERRORS.values(), ids=ERRORS)

@@ -26,6 +26,7 @@ from gateway.types import (
 from gateway.upstreams.routes import Route
 from gateway.upstreams.translation.forms import FORMS
 from gateway.upstreams.translation.stage import Translation
+from tests.fakes.declining import declines
 from tests.fakes.hosted import UPSTREAMS, answers
 from tests.fakes.translated import chat
 
@@ -129,11 +130,13 @@ async def test_every_answer_comes_to_an_end(api: str, stream: bool) -> None:
     told = answers(api, ["Hel", "lo"], CALLS, stream=stream, thought="Let me see.")
     upstreams.media = told.media
     ended = 0
+    refused = declines(api, stream=stream)
     for _ in range(MUTATIONS):
+        pieces = (refused if dice.random() < 0.1 else told).pieces
         if stream:
-            upstreams.body = broken_stream(told.pieces, dice)
+            upstreams.body = broken_stream(pieces, dice)
         else:
-            body = told.pieces[0]
+            body = pieces[0]
             cut = body[: dice.randrange(len(body))]
             upstreams.body = cut if dice.random() < 0.1 else written(mutated(json.loads(body), dice))
         events: list[Event] = []

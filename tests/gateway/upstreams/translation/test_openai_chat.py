@@ -276,11 +276,11 @@ BEGUN = chunk(role="assistant", content="")
 STREAMS: dict[str, tuple[list[Any], Any]] = {
     "text": ([BEGUN, chunk(content="Hé"), chunk(content="llo"), chunk("stop"), USAGE], ("Héllo", [], "stop", None)),
     "text with its reason": ([chunk("length", content="Hi")], ("Hi", [], "length", None)),
-    "refusal": ([BEGUN, chunk(refusal="No."), chunk("stop")], ("No.", [], "stop", None)),
-    "filtered": ([chunk(content="a"), chunk("content_filter")], ("a", [], "stop", None)),
+    "refusal": ([BEGUN, chunk(refusal="No."), chunk("stop")], ("No.", [], "refusal", None)),
+    "filtered": ([chunk(content="a"), chunk("content_filter")], ("a", [], "refusal", None)),
     "filtered in a call": (
         [called(part(0, "a", "{}", "c1")), chunk("content_filter")],
-        ("", [("a", "{}")], "stop", None),
+        ("", [("a", "{}")], "refusal", None),
     ),
     "thoughts": ([chunk(reasoning_content="hm"), chunk(content="a"), chunk("stop")], ("a", [], "stop", None)),
     "no choices": ([{"choices": None}, {"object": "x"}, chunk(content="a"), chunk("stop")], ("a", [], "stop", None)),
@@ -337,7 +337,7 @@ def test_streams_are_read(events: list[Any], expected: Any) -> None:
 CALLED = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": ""}}
 ANSWERS: dict[str, tuple[Any, Any]] = {
     "text": (answer(content="Hi"), ("Hi", [], "stop", None)),
-    "refusal": (answer(refusal="No."), ("No.", [], "stop", None)),
+    "refusal": (answer(refusal="No."), ("No.", [], "refusal", None)),
     "length": (answer("length", content="Hi"), ("Hi", [], "length", None)),
     "calls": (
         answer("tool_calls", content="Well.", tool_calls=[CALLED, CALLED]),

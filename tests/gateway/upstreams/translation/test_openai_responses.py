@@ -250,13 +250,13 @@ STREAMS: dict[str, tuple[list[Any], Any]] = {
     ),
     "refusal": (
         [event("response.refusal.delta", item_id="m", output_index=0, content_index=0, delta="No."), ended()],
-        ("No.", [], "stop", None),
+        ("No.", [], "refusal", None),
     ),
     "cut by the limit": (
         [text_delta("a"), ended("incomplete", why="max_output_tokens")],
         ("a", [], "length", None),
     ),
-    "filtered": ([text_delta("a"), ended("incomplete", why="content_filter")], ("a", [], "stop", None)),
+    "filtered": ([text_delta("a"), ended("incomplete", why="content_filter")], ("a", [], "refusal", None)),
     "thoughts and unknown events": (
         [added(0, THOUGHT), done(0, THOUGHT), {"type": "response.new"}, {}, text_delta("a"), ended()],
         ("a", [], "stop", None),
@@ -298,7 +298,7 @@ def test_streams_are_read(events: list[Any], expected: Any) -> None:
 
 ANSWERS: dict[str, tuple[Any, Any]] = {
     "text": (answer(THOUGHT, message(text_part("a"), text_part("b"))), ("ab", [], "stop", None)),
-    "refusal": (answer(message({"type": "refusal", "refusal": "No."})), ("No.", [], "stop", None)),
+    "refusal": (answer(message({"type": "refusal", "refusal": "No."})), ("No.", [], "refusal", None)),
     "cut": (
         answer(message(text_part("a")), status="incomplete", why="max_output_tokens"),
         ("a", [], "length", None),
