@@ -22,7 +22,7 @@ UPLOAD: Final = table(
         "purpose",
         choice(*PURPOSES),
         f"one of {', '.join(f'`{one}`' for one in PURPOSES)}",
-        "What it is for: `batch` is the input of batches. Nothing else is done with the others yet.",
+        "What it is for: `batch` is the input of batches, others go with translated requests.",
     ),
     used("expires_after[anchor]", choice("created_at"), "`created_at`", "From when the time to live counts."),
     used(

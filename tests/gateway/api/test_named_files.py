@@ -15,22 +15,25 @@ import orjson
 import pytest
 from google.genai import errors, types
 
+from gateway.api.lines import LineRequest
+from gateway.api.routes import RUNNER
+from gateway.types import ANONYMOUS, Tenant
 from tests.fakes.client_fields import result_with, with_parts
 from tests.fakes.gemini import gemini
 from tests.fakes.hosted import answers
 from tests.fakes.upstream import StubUpstream, upstream
-from tests.fakes.whole import whole
+from tests.fakes.whole import Whole, whole
 
 PNG = b"\x89PNG\r\n\x1a\n\xfb\xff\xbe"
 PDF = b"%PDF-1.7\n\xff"
 
 
 @asynccontextmanager
-async def gateway(dialect: str, **sections: Any) -> AsyncIterator[tuple[str, StubUpstream]]:
+async def gateway(dialect: str, **sections: Any) -> AsyncIterator[tuple[Whole, StubUpstream]]:
     async with upstream(*[answers(dialect, ["Seen."], stream=False)] * 4) as stub:
         table = stub.settings(retries=0, dialect=dialect).model_dump(exclude={"key"}) | {"key": "sk-upstream"}
         async with whole(engines=0, sections={"upstreams": [table], **sections}) as running:
-            yield running.url, stub
+            yield running, stub
 
 
 def sent(stub: StubUpstream) -> str:
@@ -43,8 +46,8 @@ def encoded(data: bytes) -> str:
 
 async def test_files_of_openais_clients_go_with_the_request() -> None:
     async with (
-        gateway("anthropic") as (url, stub),
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk,
+        gateway("anthropic") as (running, stub),
+        openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as sdk,
     ):
         image = await sdk.files.create(file=("a.png", PNG), purpose="vision")
         paper = await sdk.files.create(file=("a.pdf", PDF), purpose="user_data")
@@ -54,6 +57,9 @@ async def test_files_of_openais_clients_go_with_the_request() -> None:
         (block,) = stub.got[-1].json["messages"][0]["content"]
         source = {"type": "base64", "media_type": "application/pdf", "data": encoded(PDF)}
         assert block == {"type": "document", "title": "a.pdf", "source": source}
+        line = LineRequest("/v1/chat/completions", Tenant(ANONYMOUS), {"model": "up-1", **chat})
+        assert (await running.app[RUNNER].answer(line)).status == 200
+        assert stub.got[-1].json["messages"][0]["content"] == [block]
         item: Any = result_with("responses", {"type": "input_image", "file_id": image.id, "detail": "auto"})
         first = await sdk.responses.create(model="up-1", **item)
         assert (first.output_text, encoded(PNG) in sent(stub)) == ("Seen.", True)
@@ -65,8 +71,8 @@ async def test_files_of_openais_clients_go_with_the_request() -> None:
 
 async def test_files_of_anthropics_clients_go_with_the_request() -> None:
     async with (
-        gateway("gemini") as (url, stub),
-        anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as sdk,
+        gateway("gemini") as (running, stub),
+        anthropic.AsyncAnthropic(base_url=running.url, api_key="none", max_retries=0) as sdk,
     ):
         image = await sdk.beta.files.upload(file=("a.png", PNG, "image/png"))
         notes = await sdk.beta.files.upload(file=("a.txt", "Åse.".encode(), "text/plain"))
@@ -84,8 +90,8 @@ async def test_files_of_anthropics_clients_go_with_the_request() -> None:
 
 
 async def test_files_and_addresses_of_geminis_clients_go_with_the_request() -> None:
-    async with gateway("openai") as (url, stub):
-        sdk = gemini(url)
+    async with gateway("openai") as (running, stub):
+        sdk = gemini(running.url)
         image = await sdk.aio.files.upload(file=io.BytesIO(PNG), config=types.UploadFileConfig(mime_type="image/png"))
         notes = await sdk.aio.files.upload(file=io.BytesIO(b"Ash."), config=types.UploadFileConfig(mime_type="a/b"))
         elsewhere = types.Part.from_uri(file_uri="https://example.org/b.png", mime_type="image/png")
@@ -105,8 +111,8 @@ async def test_files_and_addresses_of_geminis_clients_go_with_the_request() -> N
 
 async def test_files_of_other_tenants_are_not_there() -> None:
     tenants = [{"name": "north", "keys": ["sk-north"]}, {"name": "south", "keys": ["sk-south"]}]
-    async with gateway("anthropic", tenants=tenants) as (url, stub):
-        options: Any = {"base_url": f"{url}/v1", "max_retries": 0}
+    async with gateway("anthropic", tenants=tenants) as (running, stub):
+        options: Any = {"base_url": f"{running.url}/v1", "max_retries": 0}
         async with (
             openai.AsyncOpenAI(api_key="sk-north", **options) as north,
             openai.AsyncOpenAI(api_key="sk-south", **options) as south,
