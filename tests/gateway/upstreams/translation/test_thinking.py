@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import openai
 import pytest
 
 from tests.fakes.hosted import SIGNATURE, THOUGHT_TOKENS, answers
@@ -108,3 +109,29 @@ async def test_calls_keep_their_signatures_where_nobody_asked_for_thoughts(
         assert back == ["message", *EXPECTED[dialect]]
     else:
         assert back == EXPECTED[dialect]
+
+
+async def test_a_remembered_answer_has_its_thoughts() -> None:
+    told = answers("anthropic", ["Rome."], stream=False, thought=THOUGHT)
+    cache = {"response_cache": {"mode": "on", "requests": "all"}}
+    async with gateway("anthropic", told, sections=cache) as (url, stub):
+        found = [await think_once(url, stream=stream) for stream in (False, True, False)]
+    assert found == [(THOUGHT, "Rome.", THOUGHT_TOKENS)] * 3
+    assert len(stub.got) == 1
+
+
+async def think_once(url: str, *, stream: bool) -> tuple[str, str, int]:
+    """Thought, answer and tokens of a chat without tools."""
+    asked: dict[str, Any] = {
+        "model": "up-1",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "reasoning_effort": "low",
+    }
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk:
+        if stream:
+            async with sdk.chat.completions.stream(**asked, stream_options={"include_usage": True}) as events:
+                answer: Any = await events.get_final_completion()
+        else:
+            answer = await sdk.chat.completions.create(**asked)
+    message, details = answer.choices[0].message, answer.usage.completion_tokens_details
+    return message.reasoning_content, message.content, details.reasoning_tokens

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from gateway.config import AnthropicSettings, LeaseSettings
 from gateway.errors import UnsupportedError
 from gateway.pipeline import Pipeline
 from gateway.responses.engine_answers import request_key
-from gateway.types import ChatPrompt, Request, Thinking, Thought, ToolUse
+from gateway.types import ChatPrompt, Request, Thinking, ThinkingDelta, Thought, ToolUse
 from gateway.upstreams.translation.forms import FORMS
-from gateway.upstreams.translation.thoughts import BUDGETS, effort_of
+from gateway.upstreams.translation.thoughts import BUDGETS, effort_of, seal
 from tests.fakes.stages import ScriptedEngine, Stages, hello
 from tests.fakes.translated import CLOCK, call, chat, check_types, result, said, user
 
@@ -231,3 +232,66 @@ def test_gemini_is_told_a_budget_or_a_level(thinking: Any, model: str, config: A
 def test_the_docs_have_the_table_of_efforts() -> None:
     docs = Path("docs/translation.md").read_text()
     assert ", ".join(f"`{effort}` {budget:,}" for effort, budget in BUDGETS.items()) in docs
+
+
+# -- signatures -------------------------------------------------------------------------------------------------------
+
+OWN = {"anthropic": {"thinking": "Hm.", "signature": "s"}, "gemini": {"thoughtSignature": "s"}}
+FORGED = [
+    "",
+    "s",
+    "a3Yx",
+    "a3Yx====",
+    "a3Yxé",
+    "a3Yx" + "W10=",
+    "a3Yx" + base64.b64encode(b"[" * 5000).decode(),
+    "a3Yx" + base64.b64encode(b'{"by":["anthropic","m"],"thinking":' + b'{"a":' * 200 + b"1" + b"}" * 201).decode(),
+    seal("anthropic", "other", OWN["anthropic"]),
+    seal("gemini", "m", OWN["gemini"]),
+    seal("anthropic", "m", {"thinking": 1, "signature": ["s"]}),
+    seal("anthropic", "m", {"type": "tool_result", "data": None}),
+]
+
+
+def turns(*signatures: str) -> Request:
+    """A conversation in which the call of an answer had these."""
+    thoughts = tuple(Thought(1, -1, one) for one in signatures)
+    messages = [user("Hi"), said("", call("clock", {})), result("noon"), user("And?")]
+    return replace(chat(thinking=Thinking("low")), prompt=ChatPrompt(messages, thoughts=thoughts))
+
+
+def test_a_signature_goes_back_to_its_own_api_and_model_and_no_forged_one_to_any() -> None:
+    own = seal("anthropic", "m", OWN["anthropic"])
+    body = written("anthropic", "claude-haiku-4-5", turns(*FORGED, own, own.replace("-", "+").replace("_", "/")))
+    kinds = [block["type"] for block in body["messages"][1]["content"]]
+    assert kinds == ["thinking", "thinking", "tool_use"]
+    plain = {api: written(api, "up", turns()) for api in FORM}
+    forged = [one for one in FORGED if one != seal("gemini", "m", OWN["gemini"])]
+    assert {api: written(api, "up", turns(*forged)) for api in FORM} == plain
+    signed = written("gemini", "up", turns(seal("gemini", "m", OWN["gemini"])))
+    assert signed["contents"][1]["parts"][0]["thoughtSignature"] == "s"
+
+
+def test_details_of_a_chat_are_joined_and_go_back_as_they_are_until_the_user_speaks() -> None:
+    details: list[Any] = [
+        {"type": "reasoning.text", "index": 0, "text": "Let me", "format": "x"},
+        {"type": "reasoning.text", "index": 0, "text": " see."},
+        {"type": "reasoning.text", "index": 0, "signature": "s"},
+        {"type": "reasoning.encrypted", "index": 1, "data": "d"},
+    ]
+    called = {"index": 0, "id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    deltas: list[Any] = [{"reasoning": "Let me see.", "reasoning_details": [one]} for one in details]
+    deltas.append({"tool_calls": [called]})
+    reader = FORM["openai"].reader(chat())
+    read = [one for delta in deltas for one in reader.event({"choices": [{"index": 0, "delta": delta}]})]
+    (signature,) = (one.signature for one in read if isinstance(one, ThinkingDelta) and one.signature)
+    later = turns(signature)
+    assert "reasoning" not in written("openai", "up", later)["messages"][1]
+    assert isinstance(later.prompt, ChatPrompt)
+    now = replace(later, prompt=replace(later.prompt, messages=later.prompt.messages[:-1]))
+    message = FORM["openai"].write(now, "up").body["messages"][1]
+    assert message["reasoning"] == "Let me see." * 4
+    assert message["reasoning_details"] == [
+        {"type": "reasoning.text", "index": 0, "text": "Let me see.", "format": "x", "signature": "s"},
+        {"type": "reasoning.encrypted", "index": 1, "data": "d"},
+    ]
