@@ -74,6 +74,7 @@ _SOUNDS: Final = {
 _THOUGHTS: Final = ("reasoning_content", "reasoning")
 """Fields of a message that servers have for the text."""
 _DETAILS: Final = "reasoning_details"
+_OF_THOUGHTS: Final = frozenset((*_THOUGHTS, _DETAILS))
 _EXTRA: Final = "extra_content"
 _OBJECT: Final = {"type": "object", "properties": {}}
 _NO_ARGUMENTS: Final = {**_OBJECT, "additionalProperties": False}
@@ -325,7 +326,8 @@ class _Reader(AnswerReader):
 
     def _message(self, choice: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Delta]:
         text, refused = plain_text(message.get("content")), plain_text(message.get("refusal"))
-        yield from self._think(message)
+        if not _OF_THOUGHTS.isdisjoint(message):
+            yield from self._think(message)
         calls = message.get("tool_calls") or ()
         scores = {} if calls else choice.get("logprobs") or {}
         scored = self._scores.read([*(scores.get("content") or ()), *(scores.get("refusal") or ())])
