@@ -18,7 +18,7 @@ from typing import Any, Final
 import orjson
 
 from gateway.api.facts import config_of
-from gateway.api.replies import join_calls
+from gateway.api.replies import data, join_calls
 from gateway.config import AliasSettings, CheckName
 from gateway.errors import CheckFailedError
 from gateway.types import CallDelta, Event, Replay, Request, TextDelta
@@ -90,6 +90,8 @@ class Check:
             if self.replay is None:
                 raise TypeError("no answer to a chat")
             whole = self.replay.fold(body, usage=False) if is_stream else orjson.loads(body)
+            if isinstance(whole, list):  # a stream of the Gemini API, without `alt=sse`
+                whole = self.replay.fold(b"".join(map(data, whole)), usage=False)
             said = said_in(whole or {})
         except _ODD:
             raise CheckFailedError("unreadable") from None

@@ -85,6 +85,12 @@ def test_what_an_api_marks_as_refused_is_refused(dialect: str, whole: Any) -> No
     assert failing(dialect, orjson.dumps(whole), {}, "refusal") == "refusal"
 
 
+def test_a_stream_that_is_one_array_is_read() -> None:
+    chunks = [{"candidates": [{"content": {"parts": [{"text": text}]}}]} for text in ('{"n', '": 7}')]
+    assert failing("gemini", orjson.dumps(chunks), FORMS["gemini"], "schema") is None
+    assert failing("gemini", orjson.dumps(chunks[:1]), FORMS["gemini"], "schema") == "schema"
+
+
 @pytest.mark.parametrize("body", [b"", b"no", b"[]", b"7", b'{"choices":[7]}', b'{"content":{}}', b'{"output":[{}]}'])
 def test_what_is_no_answer_does_not_pass(body: bytes) -> None:
     for stream in (False, True):
