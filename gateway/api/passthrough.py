@@ -46,7 +46,7 @@ from gateway.limits.limits import TenantLimits
 from gateway.native import no_panic
 from gateway.stages import Registry
 from gateway.tasks import off_loop
-from gateway.types import PLAIN_REUSE, Need, Tenant, UpstreamAnswer, UpstreamRequest
+from gateway.types import OWN_CONTENT, PLAIN_REUSE, Need, Tenant, UpstreamAnswer, UpstreamRequest
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -192,6 +192,10 @@ class Passthrough:
         record = http[RECORD]
         target = record.target
         is_read = target is not None and target.check is not None and target.check.reads_logprobs
+        content = values.get(
+            "cachedContent", values.get("cached_content")
+        )  # one that is stored here is none of an upstream's
+        is_read |= isinstance(content, str) and OWN_CONTENT.fullmatch(content) is not None
         if translated and (is_read or not self.upstreams.speaks(model, tenant.name, dialect, record.endpoint)):
             return None
         build = partial(

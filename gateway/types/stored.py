@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from engine.protocol.frozen import dataclass
+
+OWN_CONTENT = re.compile(r"cachedContents/[0-9a-f]{32}")
+"""A cached content of this gateway, as requests name it; upstreams have other names for theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +18,7 @@ class CachedContent:
     body      what was sent, as its dialect wrote it; empty where it is only listed
     tokens    up to the breakpoint at its end
     *_s       seconds since 1970
+    estimated whether `tokens` are: an upstream counts them when it is used
     """
 
     name: str
@@ -24,6 +30,7 @@ class CachedContent:
     updated_s: float
     expires_s: float
     display_name: str = ""
+    estimated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

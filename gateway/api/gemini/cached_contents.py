@@ -2,6 +2,7 @@
 
 A cached content becomes a lease: the prompt is computed up to its end, with a breakpoint there that has the cached
 content's time to live. Every use sets the breakpoint again, with the time that is left, and so renews a lost lease.
+For a model of an upstream it is stored, and each use of it becomes a hint for that upstream.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from gateway.api.gemini.wire import PAGE, duration, duration_s, page, timestamp,
 from gateway.api.media import refusal
 from gateway.api.record import BODY, RECORD, TENANT, kvasir_headers
 from gateway.api.replies import reply_json
+from gateway.api.tenants import ONLY_COUNTED, need_of, set_aside
 from gateway.config import GeminiSettings
 from gateway.config import duration_s as setting_s
 from gateway.errors import NotFoundError
@@ -148,7 +150,8 @@ def prefix_call(model: str, values: dict[str, Any], ttl_s: float) -> Call:
 
 
 def resource_json(content: CachedContent, lease: Lease | None = None) -> dict[str, Any]:
-    """The resource; without its contents. `cacheLease` is ours, and present after an engine has computed the prefix."""
+    """The resource; without its contents. `cacheLease` is ours, and present after an engine has computed the prefix;
+    where none has, there is `tokensEstimated`."""
     return {
         "name": f"cachedContents/{content.name}",
         "model": f"models/{content.model}",
@@ -158,6 +161,7 @@ def resource_json(content: CachedContent, lease: Lease | None = None) -> dict[st
         "expireTime": timestamp(content.expires_s),
         "usageMetadata": {"totalTokenCount": content.tokens},
         **({"cacheLease": lease.state} if lease is not None else {}),
+        **({"tokensEstimated": True} if content.estimated else {}),
     }
 
 
@@ -210,7 +214,8 @@ class CachedContents:
         name, now_s = model_name(values["model"]), round(self.now(), MS_DIGITS)
         end_s = expires_s(values, now_s, self.settings, default=True)
         stored = await parsed(http[RECORD], lambda _, body: stored_body(body, self.settings), body)
-        tokens, lease = await self._lease(http, tenant, name, values, end_s - now_s)
+        hosted = self.answering.pipeline.find_hosted(name, tenant.name) is not None
+        tokens, lease = await self._lease(http, tenant, name, values, end_s - now_s, hosted=hosted)
         content = CachedContent(
             name=secrets.token_hex(16),
             model=name,
@@ -221,6 +226,7 @@ class CachedContents:
             updated_s=now_s,
             expires_s=end_s,
             display_name=values.get("displayName", ""),
+            estimated=hosted,
         )
         await self.store.put(tenant.name, content)
         return _reply(http, resource_json(content, lease))
@@ -249,7 +255,8 @@ class CachedContents:
         if end_s > content.expires_s:  # a lease cannot be made shorter; one that is long enough stays as it is
             http[RECORD].work += content.num_bytes
             values = await off_loop(content.num_bytes, lambda: stored_values(content))
-            _, lease = await self._lease(http, tenant, content.model, values, end_s - now_s)
+            hosted = content.estimated
+            _, lease = await self._lease(http, tenant, content.model, values, end_s - now_s, hosted=hosted)
         changed = await self.store.extend(tenant.name, content, end_s)
         if changed is None:
             raise _not_found(content.name)
@@ -262,15 +269,23 @@ class CachedContents:
         return _reply(http, {})
 
     async def _lease(
-        self, http: web.Request, tenant: Tenant, name: str, values: dict[str, Any], ttl_s: float
+        self, http: web.Request, tenant: Tenant, name: str, values: dict[str, Any], ttl_s: float, *, hosted: bool
     ) -> tuple[int, Lease | None]:
-        """Has the prefix computed and leased. Its tokens up to the breakpoint, and what became of that."""
+        """Has the prefix computed and leased. Its tokens up to the breakpoint, and what became of that. `hosted`: only
+        estimates them, as the upstream of the model gets it with the first use."""
         call = await parsed(http[RECORD], lambda _, values: prefix_call(name, values, ttl_s), values)
         model = self.answering.model(name, http[RECORD])
-        least = self.settings.min_tokens
-        if least and (found := await self.answering.tokens(http[RECORD], tenant, call, model)) < least:
+        least, found = self.settings.min_tokens, 0
+        if hosted:
+            await set_aside(self.answering.limits, http[RECORD], lambda: ONLY_COUNTED)
+            found = need_of(call, 0, model.context_tokens).input_tokens
+        elif least:
+            found = await self.answering.tokens(http[RECORD], tenant, call, model)
+        if found < least:
             why = f"too small. total_token_count={found}, min_total_token_count={least} (gemini.min_tokens)"
             raise invalid("contents", why)
+        if hosted:
+            return found, None
         usage = await self.answering.prewarm(http[RECORD], tenant, call, model)
         lease = http[RECORD].trace.lease
         kept = lease.kept if lease is not None else None

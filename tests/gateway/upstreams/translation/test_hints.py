@@ -13,6 +13,9 @@ import aiohttp
 import anthropic
 import openai
 import pytest
+from google import genai
+from google.genai import errors
+from google.genai import types as google
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +29,8 @@ from gateway.ledger.prices import Tariff, count
 from gateway.types import Trace
 from gateway.upstreams.apis import APIS, Counts
 from tests.fakes.cached_gemini import KEY, CachedGemini, cached_gemini
-from tests.fakes.hosted import answers
+from tests.fakes.gemini import gemini
+from tests.fakes.hosted import CACHED_TOKENS, PROMPT_TOKENS, answers
 from tests.fakes.upstream import StubUpstream, Told, upstream
 from tests.fakes.whole import LIMIT_S, whole
 
@@ -228,6 +232,56 @@ async def test_a_key_alone_has_what_comes_again_marked_for_anthropic() -> None:
             await sdk.chat.completions.create(model="up-pro", messages=messages, **options)
     systems = [got.json["system"] for got in stub.got]
     assert ["cache_control" in blocks[-1] for blocks in systems] == [False, True, False]
+
+
+@asynccontextmanager
+async def content_of(url: str, ttl: str) -> AsyncIterator[tuple[genai.client.AsyncClient, google.CachedContent]]:
+    """A cached content with the document, made by the real SDK."""
+    async with gemini(url).aio as sdk:
+        config = google.CreateCachedContentConfig(contents=DOCUMENT, system_instruction="Be brief.", ttl=ttl)
+        yield sdk, await sdk.caches.create(model="up-pro", config=config)
+
+
+async def ask_with(sdk: genai.client.AsyncClient, name: str | None, question: str) -> tuple[int, int]:
+    """Tokens of the prompt, and those that were cached."""
+    config = google.GenerateContentConfig(cached_content=name)
+    usage = (await sdk.models.generate_content(model="up-pro", contents=question, config=config)).usage_metadata
+    assert usage is not None
+    return usage.prompt_token_count or 0, usage.cached_content_token_count or 0
+
+
+@pytest.mark.parametrize(("ttl", "marked"), [("600s", MARKED), ("3600s", {**MARKED, "ttl": "1h"})])
+async def test_a_clients_cached_content_is_a_marked_prefix_at_anthropic(ttl: str, marked: Any) -> None:
+    told = answers("anthropic", ["Hi"], stream=False)
+    async with (
+        hosted("anthropic", told, models=("up-pro",)) as (url, stub),
+        content_of(url, ttl) as (sdk, content),
+        aiohttp.ClientSession() as session,
+    ):
+        assert content.usage_metadata is not None
+        assert content.usage_metadata.total_token_count == WORDS + 3  # as its letters say
+        async with session.get(f"{url}/v1beta/{content.name}") as shown:
+            assert (await shown.json())["tokensEstimated"] is True
+        assert not stub.got
+        assert await ask_with(sdk, content.name, "What?") == (PROMPT_TOKENS, CACHED_TOKENS)
+        await sdk.caches.update(name=content.name or "", config=google.UpdateCachedContentConfig(ttl="7200s"))
+    (got,) = stub.got
+    assert got.json["system"] == [{"type": "text", "text": "Be brief."}]
+    document, question = got.json["messages"][0]["content"]
+    assert document == {"type": "text", "text": DOCUMENT, "cache_control": marked}
+    assert question == {"type": "text", "text": "What?"}
+
+
+async def test_a_clients_cached_content_is_kept_at_gemini_for_its_tenant() -> None:
+    async with cached_gemini() as fake, gateway(fake) as url, content_of(url, "600s") as (sdk, content):
+        prompt, cached = await ask_with(sdk, content.name, "What?")
+        assert (prompt, cached) == (fake.prompts[0], 0)  # it was written
+        prompt, cached = await ask_with(sdk, content.name, "And that?")
+        assert (prompt, cached) == (fake.prompts[1], WORDS + 3)
+        (held,) = fake.held.values()
+        assert float(held.body["ttl"].removesuffix("s")) <= 600
+        with pytest.raises(errors.ClientError, match="not found"):
+            await ask_with(sdk, "cachedContents/" + "0" * 32, "What?")
 
 
 # -- usage ------------------------------------------------------------------------------------------------------------
