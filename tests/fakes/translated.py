@@ -20,6 +20,7 @@ from gateway.types import (
     TextDelta,
     ThinkingDelta,
     Tool,
+    ToolUse,
 )
 from gateway.upstreams.translation.base import UNLIMITED, AnswerReader
 
@@ -139,3 +140,58 @@ def conversations(draw: st.DrawFn) -> list[Message]:
         messages += [result(draw(_texts), one["id"]) for one in draw(st.permutations(calls))]
         messages += [user(text) for text in draw(st.lists(_texts, max_size=2))]
     return messages
+
+
+@st.composite
+def long_conversations(draw: st.DrawFn) -> list[Message]:
+    """As clients of all APIs write them: system messages anywhere, several messages of one side, empty texts, several
+    calls whose results come in any order, with texts of the user before and behind them. Ids are those of the clients,
+    of some length. Ends with a text of the user."""
+    messages = [system(text) for text in draw(st.lists(_texts, max_size=2))]
+    messages.append(user(draw(_texts) + "?"))
+    number = 0
+    for _ in range(draw(st.integers(0, 4))):
+        for _ in range(draw(st.integers(1, 2))):
+            number += 1
+            length = draw(st.sampled_from((2, 9, 40, 41, 64, 65, 200)))
+            calls = [
+                call(draw(_names), draw(_arguments), f"{draw(_id_starts)}_{number}_{at}_".ljust(length, "x"))
+                for at in range(draw(st.integers(0, 3)))
+            ]
+            messages.append(said(draw(_texts), *calls))
+            if calls:
+                break
+        results = [result(draw(_texts), one["id"]) for one in draw(st.permutations(calls))]
+        others: list[Message] = draw(st.lists(st.builds(user, _texts) | st.builds(system, _texts), max_size=2))
+        before = draw(st.integers(0, len(others)))
+        messages += [*others[:before], *results, *others[before:]]
+    return [*messages, user(draw(_texts) + ".")]
+
+
+_id_starts = st.sampled_from(("call", "toolu", "c:é", "fc|1"))
+_schemas = st.sampled_from(
+    (
+        None,
+        {"type": "object", "properties": {}},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False},
+        {"type": "object", "properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
+    )
+)
+
+
+@st.composite
+def tool_sets(draw: st.DrawFn) -> tuple[tuple[Tool, ...], ToolUse | None]:
+    """Tools, and what may be done with them."""
+    names = draw(st.lists(_names, max_size=3, unique=True))
+    tools = tuple(Tool(name, draw(st.none() | st.just("It does.")), draw(_schemas)) for name in names)
+    if not tools or draw(st.booleans()):
+        return tools, ToolUse(tools) if tools else None
+    some = tuple(draw(st.lists(st.sampled_from(tools), min_size=1, unique_by=lambda tool: tool.name)))
+    modes: list[Literal["auto", "required"]] = ["auto", "required"]
+    use = ToolUse(some, draw(st.sampled_from(modes)), draw(st.booleans()))
+    return tools, draw(st.none() | st.just(use))
+
+
+def answer_calls() -> st.SearchStrategy[list[tuple[str, dict[str, Any]]]]:
+    """Calls of an answer."""
+    return st.lists(st.tuples(_names, _arguments), max_size=3)

@@ -41,19 +41,19 @@ from gateway.types import (
 from gateway.upstreams.translation.base import (
     LEFT_OUT,
     AnswerReader,
+    Calls,
     Field,
     Form,
     Table,
     Written,
     arguments_of,
-    call_id,
+    calls_of,
     chat_of,
     lacks,
     lacks_media,
     media_of,
     num_instructions,
     refusal,
-    results_of,
     string_of,
     text_in,
     text_of,
@@ -159,7 +159,8 @@ class AnthropicMessages(Form):
 
 def _conversation(chat: ChatPrompt, thoughts: Thoughts) -> tuple[list[Block], list[Block]]:
     """The blocks of `system`, and the turns."""
-    instructions, results = num_instructions(chat.messages), results_of(chat.messages)
+    instructions, calls = num_instructions(chat.messages), calls_of(chat.messages, odd=_ODD_IN_IDS)
+    results = calls.results
     in_messages, media = [marker for marker in chat.markers if marker.tool is None], media_of(chat)
     system: list[Block] = []
     turns: list[Block] = []
@@ -167,12 +168,12 @@ def _conversation(chat: ChatPrompt, thoughts: Thoughts) -> tuple[list[Block], li
         text, marked = text_of(message), [one for one in in_messages if one.message == at]
         if at in results:
             content = _content(text, media[at], ()) if at in media else text
-            block = {"type": "tool_result", "tool_use_id": _id(results[at][0]), "content": content}
+            block = {"type": "tool_result", "tool_use_id": results[at][0], "content": content}
             blocks = [block | _control(marked)]
         else:
             blocks = [*_thoughts(thoughts.get((at, -1), ())), *_content(text, media.get(at, ()), marked)]
             if "tool_calls" in message:
-                blocks += _calls(message, at, marked, thoughts)
+                blocks += _uses(message, at, calls, marked, thoughts)
             while blocks and blocks[-1]["type"] in _THOUGHTS:  # none may end a turn
                 blocks.pop()
         if at < instructions:
@@ -241,16 +242,13 @@ def _thoughts(own: Iterable[Block]) -> Iterator[Block]:
                 yield {"type": "redacted_thinking", "data": data}
 
 
-def _calls(message: Mapping[str, Any], at: int, marked: Sequence[Marker], thoughts: Thoughts) -> Iterator[Block]:
+def _uses(
+    message: Mapping[str, Any], at: int, calls: Calls, marked: Sequence[Marker], thoughts: Thoughts
+) -> Iterator[Block]:
     for number, call in enumerate(message.get("tool_calls") or ()):
         yield from _thoughts(thoughts.get((at, number), ()))
-        block = {"type": "tool_use", "id": _id(call_id(call, at, number)), "name": call["function"]["name"]}
+        block = {"type": "tool_use", "id": calls.ids[at, number], "name": call["function"]["name"]}
         yield {**block, "input": arguments_of(call), **_control([one for one in marked if one.call == number])}
-
-
-def _id(written: str) -> str:
-    """An id with the characters that this API allows."""
-    return _ODD_IN_IDS.sub("_", written)
 
 
 def _tools(chat: ChatPrompt, use: ToolUse | None) -> list[Block]:

@@ -14,6 +14,8 @@ refuse any temperature, even their own.
 from __future__ import annotations
 
 import base64
+import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -129,6 +131,9 @@ MAX_ERROR_CHARS: Final = 2_000
 """Of what an upstream says is wrong, as clients are told."""
 
 _TYPES: Final = MimeTypes()
+MAX_ID: Final = 1024
+"""Characters of the id of a call, where an API does not say."""
+
 _MAX_DEPTH: Final = 64
 """Of objects inside of a request; parsers of several APIs stop at a hundred levels."""
 
@@ -295,26 +300,49 @@ def arguments_text(call: Mapping[str, Any]) -> str:
     return written if isinstance(written, str) else orjson.dumps(written or {}).decode()
 
 
-def call_id(call: Mapping[str, Any], message: int, number: int) -> str:
-    """The id of a call, made up where the client's API knows none: the same in the call and in its result."""
-    found = call.get("id")
-    return found if isinstance(found, str) and found else f"call_{message}_{number}"
+class Calls(NamedTuple):
+    """The calls of a conversation under ids that an API takes, no two of them alike.
+
+    ids      message and number of a call in it -> its id, made up where the client's API knows none
+    results  number of each message that is a result -> id and name of the call that it answers; empty strings are what
+             neither it nor a call says
+    """
+
+    ids: dict[tuple[int, int], str]
+    results: dict[int, tuple[str, str]]
 
 
-def results_of(messages: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
-    """Number of each message that is a result -> id and name of the call that it answers. One without an id answers the
-    first open call of its name. Empty strings are what neither it nor a call says."""
-    answered: dict[int, tuple[str, str]] = {}
-    unanswered: dict[str, str] = {}  # ids of calls -> names of their tools
+def calls_of(messages: Sequence[Mapping[str, Any]], most: int = MAX_ID, odd: re.Pattern[str] | None = None) -> Calls:
+    """`most` characters of an id, none of them `odd`. A result without an id answers the first open call of its
+    name."""
+    calls = Calls({}, {})
+    taken = set[str]()
+    unanswered: list[tuple[str, str, str]] = []  # ids of the client and of the API, and names of their tools
     for at, message in enumerate(messages):
         for number, call in enumerate(message.get("tool_calls") or ()):
-            unanswered[call_id(call, at, number)] = call["function"]["name"]
+            found, name = call.get("id"), call["function"]["name"]
+            own = found if isinstance(found, str) and found else f"call_{at}_{number}"
+            one = _id(own, most, odd)
+            if one in taken:
+                one = _id(f"{own} {at} {number}", 0, odd)
+            taken.add(one)
+            calls.ids[at, number] = one
+            unanswered.append((own, one, name))
         if message["role"] == "tool":
-            name = message.get("name") or ""
-            of_name = (one for one, called in unanswered.items() if not name or called == name)
-            one = message.get("tool_call_id") or next(of_name, "")
-            answered[at] = one, unanswered.pop(one, name)
-    return answered
+            own, name = message.get("tool_call_id") or "", message.get("name") or ""
+            answers = (one for one in unanswered if (one[0] == own if own else not name or one[2] == name))
+            answered = next(answers, None)
+            if answered is not None:
+                unanswered.remove(answered)
+            calls.results[at] = (_id(own, most, odd), name) if answered is None else answered[1:]
+    return calls
+
+
+def _id(own: str, most: int, odd: re.Pattern[str] | None) -> str:
+    """As it is where an API takes it; else a hash of it, the same in a call and its result."""
+    if len(own) <= most and (odd is None or not odd.search(own)):
+        return own
+    return f"call_{hashlib.sha256(own.encode(errors='surrogatepass')).hexdigest()[:24]}"
 
 
 def num_instructions(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -47,7 +47,7 @@ from gateway.upstreams.translation.base import (
     Table,
     Written,
     arguments_of,
-    call_id,
+    calls_of,
     chat_of,
     kind_of,
     lacks,
@@ -57,7 +57,6 @@ from gateway.upstreams.translation.base import (
     object_of,
     pieces,
     refusal,
-    results_of,
     string_of,
     text_of,
 )
@@ -209,7 +208,8 @@ def _conversation(
 ) -> tuple[list[Fields], list[Fields], list[int]]:
     """The parts of the instruction, the contents, and the last message of each of these. A content ends with a text of
     the user that is `marked`, unless results follow, which belong to one."""
-    instructions, results, media = num_instructions(chat.messages), results_of(chat.messages), media_of(chat)
+    instructions, calls, media = num_instructions(chat.messages), calls_of(chat.messages), media_of(chat)
+    results = calls.results
     instruction: list[Fields] = []
     contents: list[Fields] = []
     ends: list[int] = []
@@ -226,7 +226,7 @@ def _conversation(
         if parts and -1 in signatures:
             parts[0]["thoughtSignature"] = signatures[-1]
         for number, call in enumerate(message.get("tool_calls") or ()):
-            named = {"id": call_id(call, at, number), "name": call["function"]["name"], "args": arguments_of(call)}
+            named = {"id": calls.ids[at, number], "name": call["function"]["name"], "args": arguments_of(call)}
             # Of several calls at once, the first has the signature.
             signature = signatures.get(number, "" if number else _NO_SIGNATURE)
             parts.append({"functionCall": named, **({"thoughtSignature": signature} if signature else {})})

@@ -44,7 +44,7 @@ from gateway.upstreams.translation.base import (
     Table,
     Written,
     arguments_text,
-    call_id,
+    calls_of,
     chat_of,
     data_url,
     file_name,
@@ -52,7 +52,6 @@ from gateway.upstreams.translation.base import (
     lacks,
     lacks_media,
     media_of,
-    results_of,
     text_in,
     text_of,
 )
@@ -60,6 +59,8 @@ from gateway.upstreams.translation.openai_caching import OPENAI, Marks, marks_of
 from gateway.upstreams.translation.thoughts import Thoughts, effort_of, seal, thoughts_of
 
 MAX_STOPS: Final = 4
+MAX_ID: Final = 40
+"""Characters of the id of a call."""
 MAX_ERROR_CHARS: Final = 2_000
 IMAGES: Final = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
@@ -168,7 +169,8 @@ def results_first(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _messages(chat: ChatPrompt, marks: Marks, thoughts: Thoughts) -> list[Json]:
-    results, media = results_of(chat.messages), media_of(chat)
+    known, media = calls_of(chat.messages, MAX_ID), media_of(chat)
+    results = known.results
     asked = max((at for at, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     written = []
     for at in results_first(chat.messages):
@@ -184,7 +186,7 @@ def _messages(chat: ChatPrompt, marks: Marks, thoughts: Thoughts) -> list[Json]:
             one["content"] = one["content"] or None
             one["tool_calls"] = [
                 {
-                    "id": call_id(call, at, number),
+                    "id": known.ids[at, number],
                     "type": "function",
                     "function": {"name": call["function"]["name"], "arguments": arguments_text(call) or "{}"},
                 }

@@ -37,7 +37,7 @@ from gateway.upstreams.translation.base import (
     Table,
     Written,
     arguments_text,
-    call_id,
+    calls_of,
     chat_of,
     data_url,
     file_name,
@@ -45,7 +45,6 @@ from gateway.upstreams.translation.base import (
     lacks_media,
     media_of,
     num_instructions,
-    results_of,
     text_of,
 )
 from gateway.upstreams.translation.openai_caching import Marks, marks_of, options_of, parts
@@ -62,6 +61,8 @@ from gateway.upstreams.translation.openai_chat import (
 )
 from gateway.upstreams.translation.thoughts import Thoughts, effort_of, seal, thoughts_of
 
+MAX_ID: Final = 64
+"""Characters of the id of a call."""
 MIN_TOKENS: Final = 16
 """The least limit of an answer."""
 
@@ -152,7 +153,8 @@ def _reasoning(thinking: Thinking | None) -> Json:
 
 def _items(chat: ChatPrompt, first: int, marks: Marks, thoughts: Thoughts) -> list[Json]:
     """From this message on."""
-    results, media = results_of(chat.messages), media_of(chat)
+    known, media = calls_of(chat.messages, MAX_ID), media_of(chat)
+    results = known.results
     items: list[Json] = []
     for at in results_first(chat.messages)[first:]:
         message = chat.messages[at]
@@ -168,7 +170,7 @@ def _items(chat: ChatPrompt, first: int, marks: Marks, thoughts: Thoughts) -> li
         for number, call in enumerate(calls):
             items += _thoughts(thoughts.get((at, number), ()))
             called = {"name": call["function"]["name"], "arguments": arguments_text(call) or "{}"}
-            items.append({"type": "function_call", "call_id": call_id(call, at, number), **called})
+            items.append({"type": "function_call", "call_id": known.ids[at, number], **called})
     return items
 
 

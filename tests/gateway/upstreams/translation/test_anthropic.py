@@ -109,6 +109,10 @@ def test_instructions_come_first_and_turns_alternate(messages: Any, instructions
     assert [(turn["role"], [one["text"] for one in turn["content"]]) for turn in body["messages"]] == turns
 
 
+FOREIGN = "call_bdd87acd3569a6759b9b59ac"
+"""Of an id with characters that this API does not take."""
+
+
 def test_results_come_first_and_have_the_ids_of_their_calls() -> None:
     body = written(
         chat(
@@ -124,7 +128,7 @@ def test_results_come_first_and_have_the_ids_of_their_calls() -> None:
             "role": "assistant",
             "content": [
                 text("Well."),
-                {"type": "tool_use", "id": "f_weather_0", "name": "weather", "input": {"city": "Åre"}},
+                {"type": "tool_use", "id": FOREIGN, "name": "weather", "input": {"city": "Åre"}},
                 {"type": "tool_use", "id": "c2", "name": "clock", "input": {}},
             ],
         },
@@ -132,7 +136,7 @@ def test_results_come_first_and_have_the_ids_of_their_calls() -> None:
             "role": "user",
             "content": [
                 {"type": "tool_result", "tool_use_id": "c2", "content": "noon"},
-                {"type": "tool_result", "tool_use_id": "f_weather_0", "content": "snow"},
+                {"type": "tool_result", "tool_use_id": FOREIGN, "content": "snow"},
                 text("And?"),
             ],
         },
