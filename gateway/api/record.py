@@ -205,12 +205,13 @@ def known_error(error: Exception, record: Record) -> KvasirError:
 
 def is_final(record: Record) -> bool:
     """Whether one that is over may be counted and written down later: nothing of it changes any more, and it holds
-    nothing large. What is generated for one that has left goes on in its trace, and what may be given again is held by
-    the first who got it."""
-    if len(record.traces) != 1:
+    nothing large. What is generated for one that has left goes on in its trace, unless it has passed through alone, and
+    what may be given again is held by the first who got it."""
+    if len(record.traces) != 1 or record.spent:
         return False
     (trace,) = record.traces
-    return trace.hit is not None and trace.repeat is None
+    passed = trace.by_upstream and trace.lookup is not None and trace.lookup.outcome == "bypass"
+    return passed or (trace.hit is not None and trace.repeat is None)
 
 
 def elapsed_ms(record: Record) -> float:
