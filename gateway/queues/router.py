@@ -50,6 +50,11 @@ class Engine(Protocol):
     def load(self) -> Load: ...
 
     @property
+    def joined(self) -> bool:
+        """Whether it can be reached now, under its present hello."""
+        ...
+
+    @property
     def prefilling(self) -> Mapping[str, int]: ...
 
 

@@ -224,7 +224,11 @@ class SlotQueue(Generic[E]):
     # -- the engines --------------------------------------------------------------------------------------------------
 
     def find_group(self, engines: Sequence[E]) -> _Group[E]:
-        """Theirs; a new one where there is none."""
+        """Theirs; a new one where there is none. An engine that has left since it was looked up has been forgotten, and
+        one that was started again meanwhile may be another. Raises EngineLostError when none is left."""
+        engines = [engine for engine in engines if engine.joined]
+        if not engines:
+            raise EngineLostError("The engines of this model went away.")
         group = self._group_of.get(engines[0].hello.incarnation)
         if group is None:
             key = _alike(engines[0].hello)
@@ -234,6 +238,8 @@ class SlotQueue(Generic[E]):
                 group = self._groups[key] = _Group(queues, engines[0].hello.model)
         for engine in engines:
             if engine.hello.incarnation not in group.online.engine_slots:
+                if _alike(engine.hello) != _alike(engines[0].hello):
+                    continue
                 self._add_slots(group, engine)
             for queue in group.queues.values():
                 queue.engine_slots[engine.hello.incarnation].engine = engine

@@ -65,6 +65,7 @@ class Reported:
         self.server = server
         self.load = Load()
         self.prefilling: dict[str, int] = {}
+        self.joined = True
 
     def step(self, now: float) -> None:
         server = self.server

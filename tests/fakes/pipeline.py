@@ -52,6 +52,7 @@ class FakeEngine:
     name: str = "engine-1"
     load: Load = field(default_factory=Load)
     prefilling: dict[str, int] = field(default_factory=dict)
+    joined: bool = True
 
 
 @dataclass

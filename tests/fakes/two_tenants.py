@@ -55,6 +55,7 @@ class WorkingEngine:
     held: set[bytes] = field(default_factory=set)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)  # tenant -> before its first token
     prefilling: dict[str, int] = field(default_factory=dict)
+    joined: bool = True
     log: list[Any] = field(default_factory=list)
 
     @property

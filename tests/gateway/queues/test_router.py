@@ -25,6 +25,7 @@ class Candidate:
     taken: int = 0
     given_tokens: float = 0.0
     prefilling: dict[str, int] = field(default_factory=dict)
+    joined: bool = True
 
     @property
     def engine(self) -> Candidate:

@@ -244,6 +244,34 @@ def test_an_engine_that_goes_away_sends_its_line_elsewhere_at_once() -> None:
     run(work)
 
 
+def test_an_engine_that_has_left_or_come_back_since_it_was_looked_up_is_none_of_before() -> None:
+    async def work() -> None:
+        guests = Guests(queue_of(), engines("a", "b"))
+        a, b = guests.engines
+        guests.queue.forget("a")
+        a.joined = False
+        guests.come("one")
+        guests.come("two")
+        await turn()
+        assert guests.where == {"one": "b"}
+        a.hello, a.joined = hello(incarnation="a2"), True
+        guests.queue.heard(a)
+        await turn()
+        assert guests.where == {"one": "b", "two": "a"}
+        a.hello = hello(incarnation="a3", context_tokens=7)  # another model behind the same address
+        guests.queue.forget("a2")
+        guests.engines.reverse()
+        guests.come("three")
+        await guests.go("one")
+        assert guests.where["three"] == "b"
+        a.joined = b.joined = False
+        with pytest.raises(EngineLostError):
+            await guests.come("four")
+        await guests.go("two", "three")
+
+    run(work)
+
+
 def test_the_place_is_given_back_when_the_work_fails() -> None:
     async def work() -> None:
         queue = queue_of()
