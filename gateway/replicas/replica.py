@@ -385,11 +385,11 @@ class Replica:
         """Errors of aiohttp as ours. A server that was left because it was silent has not died of this sequence."""
         try:
             yield
-        except TimeoutError:
-            raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).") from None
-        except aiohttp.ClientConnectorError:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
             self._counts["lost"] += 1
             raise EngineLostError(f"Engine {self.name} cannot be reached.") from None
+        except TimeoutError:
+            raise DeadlineError("The answer took longer than this server allows (server.request_timeout_s).") from None
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # the last: a session that was closed
             self._counts["lost"] += 1
             lost = EngineLostError(f"The connection to engine {self.name} was lost.")

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import orjson
 import pytest
@@ -161,6 +162,28 @@ async def test_another_replica_takes_over_from_one_that_is_busy() -> None:
     ):
         await ready(running, 2)
         busy.refuse = 503, {"error": "busy"}
+        for _ in range(3):
+            _, headers = await running.ask(HELLO)
+            assert headers["x-kvasir-engine"] == "r1"
+
+
+async def test_another_replica_takes_over_from_one_that_takes_no_connection_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        replica_server(completions=Streams()) as one,
+        replica_server(completions=Streams()) as two,
+        gateway_of(one, two) as running,
+    ):
+        await ready(running, 2)
+        post = aiohttp.ClientSession.post
+
+        def unreachable(session: aiohttp.ClientSession, url: Any, **options: Any) -> Any:
+            if session._base_url is not None and str(session._base_url).rstrip("/") == one.url:
+                raise aiohttp.ConnectionTimeoutError("no connection")
+            return post(session, url, **options)
+
+        monkeypatch.setattr(aiohttp.ClientSession, "post", unreachable)
         for _ in range(3):
             _, headers = await running.ask(HELLO)
             assert headers["x-kvasir-engine"] == "r1"
