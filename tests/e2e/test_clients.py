@@ -1,4 +1,4 @@
-"""Real clients, as they are, against four backends: the agents of the command line, frameworks and SDKs of others.
+"""Real clients, as they are, on four backends: frameworks and SDKs of others on each, agents on those of CASES.
 
     bundled      the model of an engine, by its name
     alias        the same by the name that the client asks for unless told, as deploy/examples has it
