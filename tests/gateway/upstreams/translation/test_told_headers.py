@@ -14,19 +14,18 @@ from tests.fakes.hosted import answers, refuses
 from tests.fakes.upstream import Told, upstream
 from tests.fakes.whole import whole
 
-RESET: Final = (datetime.now(UTC) + timedelta(minutes=6)).strftime("%Y-%m-%dT%H:%M:%SZ")
+RESET: Final = "anthropic-ratelimit-requests-reset"
 TOLD: Final[Mapping[str, Mapping[str, str]]] = {
     "openai": {
         "x-request-id": "req_theirs",
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "59",
-        "x-ratelimit-reset-requests": "6m0s",
+        "x-ratelimit-reset-requests": "6h0m0s",
     },
     "anthropic": {
         "request-id": "req_theirs",
         "anthropic-ratelimit-requests-limit": "60",
         "anthropic-ratelimit-requests-remaining": "59",
-        "anthropic-ratelimit-requests-reset": RESET,
     },
     "gemini": {},
 }
@@ -46,6 +45,8 @@ PAIRS: Final = [
 def told(dialect: str, how: str) -> Told:
     """An answer with the headers of its API."""
     headers = dict(TOLD["openai" if dialect == "responses" else dialect])
+    if dialect == "anthropic":
+        headers[RESET] = (datetime.now(UTC) + timedelta(hours=6)).strftime("%Y-%m-%dT%H:%M:%SZ")
     if how == "refused":
         return refuses(dialect, 429, "slow down", **headers, retry_after="7")
     return replace(answers(dialect, ["Hello"], stream=how == "stream"), headers=headers)
@@ -87,14 +88,14 @@ async def test_what_an_upstream_tells_of_its_limits_is_told_in_the_clients_form(
         if dialect == "gemini":  # has none: these are the tenant's own
             assert limits["x-ratelimit-limit-requests"] == "7"
         else:
-            assert limits.pop("x-ratelimit-reset-requests").startswith(("5m", "6m0s"))
+            assert limits.pop("x-ratelimit-reset-requests").startswith(("359m", "360m0s"))
             assert limits == {"x-ratelimit-limit-requests": "60", "x-ratelimit-remaining-requests": "59"}
     elif client == "anthropic":
         if dialect == "gemini":
             assert limits["anthropic-ratelimit-requests-limit"] == "7"
         else:
-            reset = datetime.fromisoformat(limits.pop("anthropic-ratelimit-requests-reset"))
-            assert timedelta(minutes=5) < reset - datetime.now(UTC) <= timedelta(minutes=6, seconds=1)
+            reset = datetime.fromisoformat(limits.pop(RESET))
+            assert timedelta(hours=5) < reset - datetime.now(UTC) <= timedelta(hours=6, seconds=1)
             assert limits == {
                 "anthropic-ratelimit-requests-limit": "60",
                 "anthropic-ratelimit-requests-remaining": "59",
