@@ -77,6 +77,7 @@ _DATA: Final = frozenset(
 _SELF_CONTAINED: Final = frozenset(
     (
         "message",
+        "additional_tools",
         "function_call",
         "function_call_output",
         "custom_tool_call",

@@ -19,7 +19,7 @@ from gateway.api.lines import Endpoint
 from gateway.api.openai.responses.items import with_ids
 from gateway.api.openai.responses.keeping import RETRY_AFTER_S, Background, ResponseKeeper, settled
 from gateway.api.openai.responses.parameters import IN_ITEMS_URL, IN_RESPONSE_URL, RESPONSE, TOKENS
-from gateway.api.openai.responses.request import ResponsesRequest, parse, shortened, to_call, turns
+from gateway.api.openai.responses.request import ResponsesRequest, parse, shortened, to_call, turns, with_tools
 from gateway.api.openai.responses.shape import Diagnose, ResponseShape
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse, diagnose, resolved
 from gateway.api.openai.responses.tools import Item
@@ -124,6 +124,7 @@ class Responses:
         found = await self._items(tenant, query)
         record.work = max(record.work, work_of(0, len(found)))
         items = await off_loop(record.work, lambda: with_ids(found, token))
+        query = await off_loop(record.work, lambda: with_tools(query, items))
         whole = await self.answering.with_files(record, tenant, query.values["model"], items, "input")
         call = await self._call(record, tenant, query, whole, model)
         shape = ResponseShape(
@@ -158,7 +159,9 @@ class Responses:
         tenant = http[TENANT]
         query = await parsed(http[RECORD], lambda _, body: parse(body, TOKENS), http[BODY])
         model = self.answering.model(query.values["model"], http[RECORD])
-        call = await self._call(http[RECORD], tenant, query, await self._items(tenant, query), model)
+        items = await self._items(tenant, query)
+        query = await off_loop(http[RECORD].work, lambda: with_tools(query, items))
+        call = await self._call(http[RECORD], tenant, query, items, model)
         tokens = await self.answering.count(http[RECORD], tenant, call, model)
         return reply_json({"object": "response.input_tokens", "input_tokens": tokens})
 

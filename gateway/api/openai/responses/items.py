@@ -27,7 +27,7 @@ from gateway.api.fields import (
 )
 from gateway.api.openai.caching import check_breakpoint
 from gateway.api.openai.media import no_media, response_media
-from gateway.api.openai.responses.tools import ARGUMENTS, BUILT_IN, ITEM_TYPES, Item
+from gateway.api.openai.responses.tools import ARGUMENTS, BUILT_IN, ITEM_TYPES, Item, tools
 from gateway.errors import UnsupportedError
 
 ROLES: Final = ("user", "assistant", "system", "developer")
@@ -49,6 +49,7 @@ _PREFIXES: Final = {
     "apply_patch_call": "apc",
     "apply_patch_call_output": "apo",
     "reasoning": "rs",
+    "additional_tools": "at",
 }
 
 
@@ -173,7 +174,18 @@ def _with_call_id(item: Item, path: str) -> Item:
     return {**item, "call_id": item.get("call_id", item.get("id"))}
 
 
+_tools: Final = record("tools", type=_string, id=text(128), role=choice("developer"), tools=tools)
+
+
+@takes(_tools.schema)
+def _additional_tools(item: Any, path: str) -> Item:
+    """Kept as it was written: request.py reads the tools of all items together."""
+    _tools(item, path)
+    return {name: item[name] for name in ("id", "type", "role", "tools") if name in item}
+
+
 _TAGGED: Final[dict[str, Check[Item]]] = {
+    "additional_tools": _additional_tools,
     **{ITEM_TYPES[kind]: _call(kind) for kind in ITEM_TYPES},
     **{f"{ITEM_TYPES[kind]}_output": _output(kind) for kind in ITEM_TYPES},
     "reasoning": made(  # kept as it is: what another model thought is no part of a prompt here

@@ -15,13 +15,15 @@ import orjson
 
 from engine.protocol.frozen import dataclass
 from gateway.api.call import Call, take_thoughts
-from gateway.api.fields import Table, empty_array, read
+from gateway.api.fields import Table, array_too_long, empty_array, read
 from gateway.api.openai.caching import Parts, join_parts, place_markers
 from gateway.api.openai.messages import Message, read_arguments
 from gateway.api.openai.request import read_call
 from gateway.api.openai.responses.parameters import LOGPROBS, RESPONSE
 from gateway.api.openai.responses.tools import CALLS, OUTPUTS, Item, Tools, call_of
+from gateway.api.openai.responses.tools import tools as read_declared
 from gateway.api.openai.tools import read_tools
+from gateway.api.tools import MAX_TOOLS
 from gateway.config import LeaseSettings
 from gateway.errors import BadRequestError
 from gateway.types import ChatPrompt
@@ -58,6 +60,24 @@ def parse(body: dict[str, Any], table: Table = RESPONSE) -> ResponsesRequest:
                 code="invalid_parameter_combination",
             )
     return ResponsesRequest(body, values)
+
+
+def with_tools(query: ResponsesRequest, items: Sequence[Item]) -> ResponsesRequest:
+    """With the tools that items add to the conversation, which a model is offered like all others: the last one of a
+    name. The response object has those of the request alone. Raises BadRequestError for too many."""
+    added = [
+        one
+        for item in items
+        if item["type"] == "additional_tools"
+        for one in read_declared(item["tools"], "tools").declared
+    ]
+    if not added:
+        return query
+    own = query.values.get("tools", Tools())
+    declared = tuple({one.tool.name: one for one in (*own.declared, *added)}.values())
+    if len(declared) > MAX_TOOLS:
+        raise array_too_long("tools", MAX_TOOLS, len(declared))
+    return replace(query, values={**query.values, "tools": own._replace(declared=declared)})
 
 
 def to_call(query: ResponsesRequest, items: Sequence[Item], leases: LeaseSettings) -> Call:

@@ -156,3 +156,32 @@ async def test_a_call_is_parsed_by_the_sdk_and_its_tools_are_told_again() -> Non
             (told,) = answer.tools
             assert (told.name, told.strict, told.parameters["required"]) == ("Weather", True, ["city"])
         assert names(pipeline.requests[0].tool_use) == ["Weather"]
+
+
+async def test_tools_that_an_item_adds_are_offered_also_in_the_next_response() -> None:
+    """Codex sends its tools so, for models that it knows."""
+    added: Any = {
+        "type": "additional_tools",
+        "role": "developer",
+        "tools": [WEATHER, {"type": "namespace", "name": "mcp", "description": "", "tools": [TIME]}],
+    }
+    asks: Any = {"role": "user", "content": "hi"}
+    pipeline = FakePipeline([CallDelta(0, "mcp__time", "{}")], reason="tool_calls")
+    async with running(pipeline) as gateway, gateway.sdk() as client:
+        first = await client.responses.create(model="demo", input=[added, asks], tools=[TIME])  # type: ignore[list-item]
+        (call,) = first.output
+        assert call.type == "function_call"
+        assert (call.name, call.namespace, len(first.tools)) == ("time", "mcp", 1)
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+        await client.responses.create(model="demo", input=[result], previous_response_id=first.id)
+        kept = [item.type async for item in await client.responses.input_items.list(first.id)]
+        assert sorted(kept) == ["additional_tools", "message"]
+        for more, param in (
+            ({**added, "tools": [{"type": "telepathy"}]}, "input[0].tools[0].type"),
+            ({**added, "tools": [{**TIME, "name": f"t{number}"} for number in range(128)]}, "tools"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.create(model="demo", input=[more, added, asks])
+            assert refused.value.param == param
+    offered = [names(request.tool_use) for request in pipeline.requests]
+    assert offered == [["time", "weather", "mcp__time"], ["weather", "mcp__time"]]
