@@ -180,8 +180,8 @@ async def test_its_lines_in_the_log_are_made_later_and_say_what_those_of_the_lon
     async with running(one.pipeline, response_cache=one.cache) as gateway:
         for number in range(4):
             await send(gateway, CHAT, ASK, {"x-request-id": f"r{number}"})
-    lines = [record.getMessage() for record in caplog.records] + [str(said()) for said in made_later]
-    assert (len(lines), len(made_later)) == (4, 2)
+    lines = [str(said()) for said in made_later]
+    assert len(lines) == 4
     assert [line.split()[0] for line in lines] == [f"request_id=r{n}" for n in range(4)]
     changing = re.compile(r"(overhead_ms|first_token_ms|total_ms|request_id)=\S+ ?")
     _, long, *short = [changing.sub("", line) for line in lines]

@@ -160,7 +160,7 @@ def test_code_in_arguments_is_one_value() -> None:
 
 def test_the_texts_of_many_turns_of_a_model_are_joined_once() -> None:
     turns = contents([{"role": "model", "parts": [{"text": "ab"}]}] * 5000, "contents")
-    assert to_messages(None, turns) == [{"role": "assistant", "content": "ab" * 5000}]
+    assert to_messages(None, turns).messages == [{"role": "assistant", "content": "ab" * 5000}]
 
 
 def test_a_row_of_a_batch_has_the_limits_of_a_body() -> None:

@@ -67,7 +67,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
             "chat_template_kwargs": {"enable_thinking": False},
         },
         {},
-        "messages[].id, messages[].reasoning_details, messages[].provider_specific_fields, "
+        "messages[].id, messages[].provider_specific_fields, "
         "messages[].content[].source, tools[].index, tools[].function.returns, chat_template_kwargs",
     ),
     ("/v1/completions", {"model": "demo", "prompt": "a", "cache_prompt": True}, {}, "cache_prompt"),

@@ -252,12 +252,18 @@ async def test_prompts_that_are_no_chats_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [whole(refusal="no"), whole(tool_calls=[{"id": "c"}]), whole(annotations=[{"type": "url_citation"}])]
+    ("answer", "again"),
+    [
+        (whole(refusal="no"), "miss"),
+        (whole(tool_calls=[{"id": "c"}]), "exact"),
+        (whole(annotations=[{"type": "url_citation"}]), "exact"),
+    ],
 )
-async def test_answers_that_are_more_than_a_text_are_not_given_to_others(answer: Told) -> None:
+async def test_answers_that_are_more_than_a_text_are_not_given_to_others(answer: Told, again: str) -> None:
+    """A refusal not even to the same question."""
     async with front(answer) as one:
         assert [await one.outcome(chat(text)) for text in (FIRST, SECOND)] == ["miss", "miss"]
-        assert await one.outcome(chat(FIRST)) == "exact"
+        assert await one.outcome(chat(FIRST)) == again
 
 
 async def test_tenants_opt_in_and_have_answers_of_their_own() -> None:
