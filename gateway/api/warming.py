@@ -118,7 +118,7 @@ class Warming:
         wall: Callable[[], float] = time.time,
     ) -> None:
         """
-        audited  called with tenant, model, trace and milliseconds: what it cost, which saved nobody anything yet
+        audited  called with tenant, model, trace and milliseconds: what it cost, which has saved nothing yet
         claims   None without others
         """
         self._server, self._answering, self._audited, self._claims = server, answering, audited, claims

@@ -210,7 +210,7 @@ def find_upstream_bypass(
 
 
 def find_upstream_refusal(request: UpstreamRequest, settings: ResponseCacheSettings, mode: Mode) -> str | None:
-    """The first of these reasons, for which nobody has to look at the body."""
+    """The first of these reasons, which needs no look at the body."""
     if request.path != _VECTORS:
         mode = max(mode, settings.upstreams, key=_STRICTER.index)
     return find_refusal(request.reuse, mode)

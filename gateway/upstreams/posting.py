@@ -50,7 +50,7 @@ class Posted(HeadersMixin):
     def _ended(self) -> None:
         protocol = None if self.connection is None else self.connection.protocol
         transport = None if protocol is None else protocol.transport
-        # Nobody may have a connection on which the request is still being written.
+        # A connection on which the request is still being written must not be reused.
         self._leave(should_close=transport is not None and transport.get_write_buffer_size() > 0)
 
     def _leave(self, *, should_close: bool) -> None:

@@ -84,7 +84,7 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backends]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Nothing of whoever runs this; clients keep what they keep below `home`, and call nobody else."""
+    """Without variables of this process; clients write below `home` alone, and call no other host."""
     return {
         "HOME": str(home),
         "PATH": os.environ["PATH"],

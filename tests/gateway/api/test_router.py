@@ -301,7 +301,7 @@ async def test_an_engines_answer_is_checked_as_well(stream: bool) -> None:
         assert reply.route == ("large", "cascade; reason=schema")
 
 
-# -- what is told of it -----------------------------------------------------------------------------------------------
+# -- headers, metrics and statistics ----------------------------------------------------------------------------------
 
 
 async def test_metrics_stats_and_models_tell_of_aliases() -> None:
