@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from redis.asyncio import Redis
 
 from engine.config import ConfigError
 from gateway import processes
@@ -256,14 +257,20 @@ def _runs(pid: int) -> bool:
 
 async def test_workers_share_what_gateways_share(tmp_path: Path, own_redis: RedisProcess) -> None:
     async with running(tmp_path, own_redis, "--response-cache-mode", "on", finish="stop") as gateway:
-        await _answers_are_remembered_and_removed_everywhere(gateway)
+        async with Redis.from_url(own_redis.url) as redis:
+            await _answers_are_remembered_and_removed_everywhere(gateway, redis)
         await _a_tenant_has_its_limits_once(gateway)
         await _a_batch_runs_once(gateway)
 
 
-async def _answers_are_remembered_and_removed_everywhere(gateway: Running) -> None:
+async def _answers_are_remembered_and_removed_everywhere(gateway: Running, redis: Redis) -> None:
     once = {"temperature": 0, "max_tokens": 4}
     await gateway.ask("what is it", **once)
+
+    async def stored() -> bool:  # behind the end of the answer, which does not wait for Redis
+        return bool(await redis.keys("kvasir:{answers:*}:*"))
+
+    await until(stored, LIMIT_S)
     for _ in range(12):
         assert (await gateway.ask("what is it", **once))[1]["x-kvasir-cache"] == "exact"
     assert len(gateway.engine.submits) == 1
