@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +147,7 @@ class Gateway:
             self.hot_prefixes, lambda: self.fleet.replicas, lambda: self.queue.waiting, self.memory.prefix
         )
         self.responses = ResponseStore(self._bytes("responses", settings.stored_responses))
-        prices = self.prices = Prices(settings.prices, settings.batches.price)
+        prices = self.prices = Prices(settings.prices, settings.batches.price, self._hosts())
         book = MemoryBook() if (calls := self._calls()) is None else RedisBook(calls)
         self.ledger = Ledger(settings.ledger, prices, book, time.time)
         lease_s, calls = settings.limits.lease_s, self._calls()
@@ -247,6 +247,10 @@ class Gateway:
     def _bytes(self, name: str, limits: StoredResponseSettings) -> ByteStore:
         calls, quota = self._calls(), Quota.of(limits)
         return MemoryBytes(quota, time.time) if calls is None else RedisBytes(calls, name, quota, time.time)
+
+    def _hosts(self) -> Callable[[str], Sequence[tuple[str, str]]] | None:
+        """Where models are asked that may have a list price."""
+        return (lambda model: self.upstreams.hosts(model)) if self.settings.ledger.list_prices else None
 
     def _shared_prefixes(self) -> Shared:
         """What gateways know of prefixes at upstreams."""

@@ -109,6 +109,9 @@ class LedgerSettings(Section):
     """Days (UTC) that the ledger keeps, today among them."""
     flush_s: PositiveFloat = 5.0
     """Seconds from one write to Redis to the next; a gateway that is killed loses no more than that."""
+    list_prices: bool = True
+    """Whether models of OpenAI, Anthropic and Google at their own hosts have bundled list prices, in USD; none are used
+    beside `[[prices]]` in another currency."""
     max_rows: ClassVar = 10_000
     """Of one day (tenant, model, lane, currency); further models are summed as `other`."""
 
@@ -118,7 +121,8 @@ Money = Annotated[Decimal, Field(ge=0, le=1_000_000, decimal_places=9)]
 
 
 class PriceSettings(Section):
-    """[[prices]]: what a million tokens of a model cost. Without one, tokens and time are counted and no money."""
+    """[[prices]]: what a million tokens of a model cost, in place of its list price (`ledger.list_prices`). Without
+    either, tokens and time are counted and no money."""
 
     model: Annotated[str, Field(min_length=1)]
     """Name of the model, or a pattern such as `gpt-*`; the name itself goes before any pattern."""

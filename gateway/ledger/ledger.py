@@ -70,7 +70,7 @@ class Ledger:
         if (today := self._today()) != self._day:
             self._day = today
             self._known.clear()
-        tariff = self._prices.of(entry.model)
+        tariff = self._prices.of(entry.model, entry.by_upstream)
         row = self._bounded(Row(today, entry.tenant, entry.model, entry.lane, tariff.currency if tariff else ""))
         if row not in self._rows and self.pending >= 2 * self._settings.max_rows:
             self.dropped += 1

@@ -1,4 +1,4 @@
-"""What tokens cost: the price of a model, and what an entry comes to. Pure, in whole numbers: no error adds up.
+"""What tokens cost: the price of a model, and what an entry comes to. In whole numbers: no error adds up.
 
 Each token of a prompt is paid at exactly one rate: input, cached read, or cache write; what an upstream was told to
 cache first is read by the request as well. What is reported as saved is the
@@ -7,7 +7,7 @@ difference to a request of the online lane whose tokens are all input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fnmatch import fnmatchcase
@@ -16,6 +16,7 @@ from typing import Final
 
 from gateway.config import PriceSettings, duration_s
 from gateway.ledger.base import AUDIT, Entry, Figures, add_up
+from gateway.ledger.list_prices import CURRENCY, find_list_price
 from gateway.types import Hit
 
 MEMO: Final = 1024
@@ -85,12 +86,32 @@ class Tariff:
 
 
 class Prices:
-    """[[prices]]: a model's own name first, then the patterns in their order."""
+    """[[prices]]: a model's own name first, then the patterns in their order; then the bundled list prices."""
 
-    def __init__(self, prices: Sequence[PriceSettings], batch: float) -> None:
-        """`batch` is the factor on all of them in the batch lane."""
-        self._tariffs = {price.model: Tariff.of(price, batch) for price in prices}
+    def __init__(
+        self,
+        prices: Sequence[PriceSettings],
+        batch: float,
+        hosts: Callable[[str], Sequence[tuple[str, str]]] | None = None,
+    ) -> None:
+        """batch  the factor on all of them in the batch lane
+        hosts  of a model: URL and own name of it, at each upstream that may answer; None: there are no list prices
+        """
         self.of = lru_cache(MEMO)(self._find)
+        self.replace(prices, batch, hosts)
+
+    def replace(
+        self,
+        prices: Sequence[PriceSettings],
+        batch: float,
+        hosts: Callable[[str], Sequence[tuple[str, str]]] | None = None,
+    ) -> None:
+        """From now on these prices hold; see __init__. Also to be called when `hosts` would say something else."""
+        self._batch = batch
+        self._tariffs = {price.model: Tariff.of(price, batch) for price in prices}
+        one_currency = all(price.currency == CURRENCY for price in prices)
+        self._hosts = hosts if one_currency else None  # costs in two currencies could not be compared
+        self.of.cache_clear()
 
     def estimate(self, model: str, prompt_tokens: int, completion_tokens: int) -> int | None:
         """What so many tokens cost, in rates, to be compared with those of others; None without a price."""
@@ -98,10 +119,17 @@ class Prices:
             return None
         return prompt_tokens * tariff.input + completion_tokens * tariff.output
 
-    def _find(self, model: str) -> Tariff | None:
+    def _find(self, model: str, by_upstream: bool = True) -> Tariff | None:
+        """`by_upstream`: a hosted API answers; what engines compute has no list price."""
         if (own := self._tariffs.get(model)) is not None:
             return own
-        return next((tariff for pattern, tariff in self._tariffs.items() if fnmatchcase(model, pattern)), None)
+        matching = (tariff for pattern, tariff in self._tariffs.items() if fnmatchcase(model, pattern))
+        if (found := next(matching, None)) is not None or not by_upstream or self._hosts is None:
+            return found
+        listed = [find_list_price(url, name) for url, name in self._hosts(model)]
+        # Any of its upstreams may have answered: no price where one has none, or another.
+        price = listed[0] if listed and all(one == listed[0] for one in listed) else None
+        return None if price is None else Tariff.of(price, self._batch)
 
 
 def count(entry: Entry, tariff: Tariff | None, total: Figures) -> None:

@@ -62,11 +62,15 @@ class Routes:
         """In the order in which they are tried, whatever their dialect; empty when the tenant has none for it."""
         return self._found(model, tenant) if len(model) <= MAX_NAME_CHARS else ()
 
-    def _find(self, model: str, tenant: str) -> Sequence[Route]:
+    def of_all(self, model: str) -> Sequence[Route]:
+        """The same for any tenant, not remembered."""
+        return self._find(model, None) if len(model) <= MAX_NAME_CHARS else ()
+
+    def _find(self, model: str, tenant: str | None) -> Sequence[Route]:
         found = [
             (item, upstream)
             for upstream, served in self._upstreams
-            if may(upstream.tenants, tenant) and (item := _best(served, model)) is not None
+            if (tenant is None or may(upstream.tenants, tenant)) and (item := _best(served, model)) is not None
         ]
         exact = any(not item.is_pattern for item, _ in found)
         return [

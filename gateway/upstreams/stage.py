@@ -118,6 +118,11 @@ class Upstreams:
         listed = {name: upstream.models for name, upstream in self._by_name.items()}
         return dict.fromkeys(self._routes.listed(tenant, listed), self._started)
 
+    def hosts(self, model: str) -> Sequence[tuple[str, str]]:
+        """URL and own name of a model at each upstream that may answer for it, for some tenant."""
+        routes = self._routes.of_all(model)
+        return [(self._by_name[route.upstream].settings.url, route.model) for route in routes]
+
     def route_text(self, model: str, tenant: str) -> str:
         """Which upstreams and models answer for a model; another text when the settings change."""
         routes = self._routes.find(model, tenant)
