@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 
 from engine.config import ConfigError
 from gateway.admin.accounting import audit_entry
+from gateway.admin.audit import AuditLog
 from gateway.admin.sources import EngineState, EngineStatus, Sources, Total, no_others
 from gateway.api.descriptors import REFUSED
 from gateway.api.gemini import content_store
@@ -146,6 +147,7 @@ class Gateway:
         self.warmer = Warmer(
             self.hot_prefixes, lambda: self.fleet.replicas, lambda: self.queue.waiting, self.memory.prefix
         )
+        self.audit = AuditLog(settings.server.data_dir / "audit.jsonl", time.time)
         self.responses = ResponseStore(self._bytes("responses", settings.stored_responses))
         prices = self.prices = Prices(settings.prices, settings.batches.price, self._hosts())
         book = MemoryBook() if (calls := self._calls()) is None else RedisBook(calls)
@@ -212,6 +214,7 @@ class Gateway:
             engines=lambda: self.registry.engines,
             fleet=self.fleet,
             cost=self.prices.estimate,
+            audit=self.audit,
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,

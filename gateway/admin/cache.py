@@ -31,7 +31,7 @@ from gateway.api.fields import (
     takes,
     text,
 )
-from gateway.api.record import ADMIN_KEY, BODY
+from gateway.api.record import ADMIN_KEY, BODY, CHANGED
 from gateway.api.replies import reply_json
 from gateway.errors import ForbiddenError, NotFoundError
 from gateway.responses.entries import About, Answers, Chosen, Content
@@ -130,6 +130,7 @@ class CachePages:
             parameters=INVALIDATE,
             example={"tenant": "anonymous"},
             key="admin",
+            changes="answers removed",
         )
         return [
             *(
@@ -189,6 +190,7 @@ class CachePages:
             why = "nothing is chosen, which has to be said" if chosen.everything else "something else is chosen, too"
             raise invalid("everything", why)
         if (token := query.get("confirm")) is None:
+            http[CHANGED] = None
             return await self._dry_run(chosen, key, now_s)
         at_s = token_time(token, key, repr(chosen), now_s)
         if at_s is None:

@@ -76,6 +76,7 @@ class PurgePage:
             parameters=PURGE,
             example={"tenant": "anonymous"},
             key="admin",
+            changes="blocks purged",
         )
         return [route]
 

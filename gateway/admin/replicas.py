@@ -21,7 +21,7 @@ from gateway.admin.metrics import Metrics
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.dialect import Route
 from gateway.api.fields import Parameter, boolean, choice, in_url, read, read_query, text
-from gateway.api.record import BODY
+from gateway.api.record import BODY, CHANGED
 from gateway.api.replies import reply_json
 from gateway.config import ReplicaKind
 from gateway.errors import BadRequestError
@@ -92,6 +92,7 @@ class ReplicaPages:
                 required=("name", "kind", "url"),
                 example=example,
                 key="admin",
+                changes="replica added",
             ),
             Route(
                 "POST",
@@ -100,8 +101,17 @@ class ReplicaPages:
                 "Drains the replica whose cache is worth least, where another one has its model.",
                 query=LEAST,
                 key="admin",
+                changes="replica drained",
             ),
-            Route("POST", f"{one}/drain", self.drain, "It gets no new requests.", query=DRAIN, key="admin"),
+            Route(
+                "POST",
+                f"{one}/drain",
+                self.drain,
+                "It gets no new requests.",
+                query=DRAIN,
+                key="admin",
+                changes="replica drained",
+            ),
             Route(
                 "DELETE",
                 one,
@@ -109,6 +119,7 @@ class ReplicaPages:
                 "Drains a replica that was added, then forgets it.",
                 query=REMOVE,
                 key="admin",
+                changes="replica removed",
             ),
         ]
 
@@ -137,6 +148,7 @@ class ReplicaPages:
         if name is None:
             raise BadRequestError("No replica can be drained: none that is joined has another one with its model.")
         await self._fleet.drain(name)
+        http[CHANGED] = {"name": name}
         return _done(name, "draining", worth_tokens=worth_of(statuses, shared))
 
     async def remove(self, http: web.Request) -> web.Response:

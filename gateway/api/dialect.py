@@ -56,6 +56,7 @@ class Route(NamedTuple):
     media       content types of its answers, the ordinary one first
     example     a body that is answered, whose model is `EXAMPLE_MODEL`, or one that embeds
     key         which key it needs, where the server has any
+    changes     of an admin's route: what it changes, in the words of the audit log; empty for nothing
     refuses     every request is an error with the reason; the route is not listed to clients
     json        False: the handler reads the body itself, which `parameters` describe
     continues   parameter of the URL in requests that go on with an admitted one: they have no prologue
@@ -75,6 +76,7 @@ class Route(NamedTuple):
     media: tuple[str, ...] = (JSON,)
     example: Mapping[str, Any] | None = None
     key: Literal["tenant", "admin", "none"] = "tenant"
+    changes: str | None = None
     refuses: bool = False
     json: bool = True
     continues: str | None = None

@@ -1,6 +1,6 @@
 """The prologue of every route, in all dialects. A row of the route table (dialect.Route) says which steps it has:
 
-    admit   the tenant, and the request's headers
+    admit   the tenant, and the request's headers; what an admin changes is in the audit log
     resend  the answer to this very request, sent again (resend.py)
     read    its JSON body, within the limits (body.py); for an alias the next steps are tried per target (router.py)
     pass    the answer of the upstream that serves its model (passthrough.py)
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from gateway.admin.audit import AuditLog
 from gateway.api.body import read_json, read_raw
 from gateway.api.cache_control import from_headers
 from gateway.api.dialect import Handler, Route
@@ -42,6 +43,7 @@ class Prologue:
     passthrough: Passthrough
     router: Router
     refuses_unknown: Callable[[str], bool]
+    audit: AuditLog
 
     def handlers(self, routes: Mapping[str, Iterable[Route]]) -> dict[tuple[str, str], Handler]:
         """Method and path -> handler, of the routes of all dialects, by name. What several of them have goes to the one
@@ -77,7 +79,7 @@ class Prologue:
                     return await self.router.answer(http, alias, lambda: rest(http), generates=route.passes is not None)
             return await rest(http)
 
-        return handler
+        return self.audit.noting(route.changes, handler) if route.changes else handler
 
     def _rest(self, dialect: str, route: Route, check: Callable[[web.Request], object] | None) -> Handler:
         """The steps behind reading, once for each target of an alias."""

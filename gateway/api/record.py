@@ -159,6 +159,10 @@ TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
 ADMIN_KEY: web.RequestKey[bytes] = web.RequestKey("admin_key", bytes)
 """A digest of the key that opened /admin."""
 
+CHANGED: web.RequestKey[dict[str, Any] | None] = web.RequestKey("changed")
+"""Of an admin's change: what the audit log says besides the request's own names, such as the id of what was created.
+None: nothing was changed."""
+
 BODY: web.RequestKey[dict[str, Any]] = web.RequestKey("body", dict)
 """Its JSON, of routes that read it."""
 

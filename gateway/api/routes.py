@@ -13,6 +13,7 @@ from typing import Final
 from aiohttp import web
 
 from gateway.admin.accounting import Accounting
+from gateway.admin.audit import AuditLog
 from gateway.admin.cache import CachePages
 from gateway.admin.handlers import Admin
 from gateway.admin.ledger import LedgerPage
@@ -116,6 +117,7 @@ def build_app(
     fleet: Fleet,
     sources: Sources,
     cost: Callable[[str, int, int], int | None],
+    audit: AuditLog,
     claims: Claims | None = None,
     audited: Audited = lambda *_: None,
 ) -> web.Application:
@@ -134,6 +136,7 @@ def build_app(
     fleet          of /admin/replicas
     cost           of so many tokens of prompt and answer of a model, for aliases
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
+    audit          has the changes of admins
     claims         of prompts that one gateway of several has cached by an upstream
     audited        counts what [[warm]] costs
     Raises ConfigError for prompts of [[warm]] that cannot be used.
@@ -151,7 +154,7 @@ def build_app(
     observer = Observers(metrics, router, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
     refuses_unknown = refusing(settings.api, settings.tenants)
     resends = ResendCache(_resend_bytes(settings), models, passthrough.serves, limits)
-    prologue = Prologue(server, keys, limits, resends, passthrough, router, refuses_unknown)
+    prologue = Prologue(server, keys, limits, resends, passthrough, router, refuses_unknown, audit)
     answering = Answering(
         server,
         named,
@@ -198,6 +201,7 @@ def build_app(
             *CachePages(answers, now, content=settings.auth.admin_content).routes(),
             *PurgePage(settings.namespaces, engines).routes(),
             *ReplicaPages(fleet, admin.figures).routes(),
+            *audit.routes(),
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)

@@ -17,6 +17,7 @@ import anthropic
 import openai
 from aiohttp import web
 
+from gateway.admin.audit import AuditLog
 from gateway.admin.purge import Engine
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.descriptors import REFUSED, Site
@@ -214,6 +215,7 @@ def make_app(
     files: FileStore | None = None,
     upstreams: Upstreams | None = None,
     jobs: BatchStore | None = None,
+    audit: Path | None = None,
 ) -> web.Application:
     """The application over fakes, not running. `state` is what its pages show."""
     given = given or Options()
@@ -249,6 +251,7 @@ def make_app(
         engines=lambda: given.engines,
         fleet=given.fleet or no_fleet(),
         cost=Prices(given.prices, 1.0).estimate,
+        audit=AuditLog(audit or Path("/nowhere"), given.now),
         sources=Sources(
             refresh=_nothing_to_fetch,
             engines=lambda: state["engines"],
@@ -309,7 +312,7 @@ async def running(
     limits = given.limits = given.limits or limits_of(given)
     upstreams = make_upstreams(given.upstreams, given.waits, given.tenants)
     batches = make_batches(given, Path(folder.name), files)
-    app = make_app(pipeline, models, state, given, files, upstreams, batches)
+    app = make_app(pipeline, models, state, given, files, upstreams, batches, Path(folder.name, "audit.jsonl"))
     worker = Worker(batches.stores, app[RUNNER], batches.changed)
     runner = app_runner(app, given.server)
     upstreams.start()
