@@ -21,8 +21,13 @@ class Aliases:
     """Those of the settings."""
 
     def __init__(self, settings: Sequence[AliasSettings]) -> None:
-        self._settings = sorted(settings, key=lambda one: one.is_pattern)  # stable
         self._found = lru_cache(4096)(self._find)
+        self.replace(settings)
+
+    def replace(self, settings: Sequence[AliasSettings]) -> None:
+        """From now on there are these."""
+        self._settings = sorted(settings, key=lambda one: one.is_pattern)  # stable
+        self._found.cache_clear()
 
     def __iter__(self) -> Iterator[AliasSettings]:
         return iter(self._settings)

@@ -127,6 +127,14 @@ class ResendCache:
         self._limits = limits
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # used last at the end
         self._num_bytes = 0
+        self._state = 0  # of the settings
+
+    def forget(self) -> None:
+        """The settings have changed: an answer that was written before may be another one now, also one of a request
+        that has not ended yet."""
+        self._entries.clear()
+        self._num_bytes = 0
+        self._state += 1
 
     async def answer(self, http: web.Request, tenant: Tenant, body: bytes) -> web.StreamResponse | None:
         """The answer, sent, or None; then the next one may be kept (`find_keeper`). Raises RateLimitError, and
@@ -145,7 +153,7 @@ class ResendCache:
             if lookup is None:
                 self._drop(key)
         if entry is None or lookup is None:
-            http[_KEEP] = partial(self._keep, key, body, record)
+            http[_KEEP] = partial(self._keep, self._state, key, body, record)
             return None
         if key in self._entries:
             self._entries.move_to_end(key)
@@ -156,8 +164,10 @@ class ResendCache:
         new = entry.parts[0] if rendered.stamp is None else rendered.stamp.make().join(entry.parts)
         return await send(http, entry.lines, _new_headers(record, rendered, lookup, passed_ms), new)
 
-    def _keep(self, key: _Key, sent: bytes, record: Record, rendered: Rendered) -> None:
-        """In place of an older entry of this request."""
+    def _keep(self, state: int, key: _Key, sent: bytes, record: Record, rendered: Rendered) -> None:
+        """In place of an older entry of this request. `state`: that in which it began."""
+        if state != self._state:
+            return
         self._drop(key)
         (trace,) = record.traces
         assert trace.repeat is not None

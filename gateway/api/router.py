@@ -14,7 +14,7 @@ import logging
 import random
 import re
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -96,14 +96,23 @@ class Router:
         """
         self._aliases = aliases
         self._passthrough = passthrough
-        self._tenants = tenants
         self._cost = cost
         self._replays = replays
         self._clock = clock
         self._draw = draw
-        self._history = {target.model: TargetHistory() for alias in aliases for target in alias.models}
+        self._history: defaultdict[str, TargetHistory] = defaultdict(TargetHistory)
+        self.replace(tenants)
         self._requests: Counter[tuple[str, str]] = Counter()
         self._sticky: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def replace(self, tenants: Sequence[str]) -> None:
+        """The tenants are others now, or the aliases. What is known of targets that stay is kept; a request in flight
+        may make a history of one that is none any more."""
+        self._tenants = tenants
+        targets = {target.model for alias in self._aliases for target in alias.models}
+        kept = {model: self._history[model] for model in targets}
+        self._history.clear()
+        self._history.update(kept)
 
     def find(self, http: web.Request) -> AliasSettings | None:
         """The alias that a request with a parsed body asks for."""

@@ -7,7 +7,8 @@
     4. each is tried `retries` times more, until the first byte of an answer is there (answer.py)
     5. the last error that an upstream answered is the answer, where none did better
 
-Nothing is tried again once an answer has begun.
+Nothing is tried again once an answer has begun. When the settings change, requests in flight keep the upstreams that
+they began with, whose connections are closed behind the last of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from engine.protocol import Lane
@@ -34,7 +37,7 @@ from gateway.errors import (
     UpstreamsAwayError,
     UpstreamTimeoutError,
 )
-from gateway.tasks import cancel, off_loop, spawn
+from gateway.tasks import off_loop, spawn
 from gateway.types import UpstreamAnswer, UpstreamRequest
 from gateway.upstreams.answer import Answer, open_answer, without
 from gateway.upstreams.apis import APIS
@@ -60,6 +63,16 @@ BUSY_S: Final = 1.0
 """Retry-After when no upstream has a free connection."""
 
 
+@dataclass(slots=True, eq=False)
+class UpstreamSet:
+    """The upstreams of one state of the settings. `requests` are in flight that began with it."""
+
+    by_name: Mapping[str, Upstream]
+    routes: Routes
+    accounts: Accounts
+    requests: int = 0
+
+
 class Upstreams:
     """Sends requests to upstreams, with retries, fallbacks and circuit breakers. `keys`: upstream name -> API key."""
 
@@ -81,69 +94,106 @@ class Upstreams:
         shared     what gateways know together
         backoff_s  how long the first retry waits where the upstream does not say
         """
-        queue = queue or QueueSettings()
-        self._by_name = {
-            one.name: Upstream(
-                one, keys.get(one.name), queue=queue, clock=clock, proxy=(proxies or {}).get(one.name), shared=shared
-            )
-            for one in settings
-        }
-        self._routes = Routes(settings)
-        self._accounts = Accounts(settings, keys, num_tenants)
-        self._listings: list[asyncio.Task[None]] = []
+        self._make = partial(Upstream, queue=queue or QueueSettings(), clock=clock, shared=shared)
+        self._now = UpstreamSet({}, Routes(()), Accounts((), {}, 0))
+        self._old: list[UpstreamSet] = []  # with requests in flight
+        self._started = False
+        self.use(self.plan(settings, keys, proxies or {}, num_tenants))
         self._backoff_s = backoff_s
         self._labels: set[str] = set()
         self._labels_of: Counter[str] = Counter()  # by the tenant whose request was the first
-        self._started = int(time.time())
+        self._began = int(time.time())
+
+    def plan(
+        self,
+        settings: Sequence[UpstreamSettings],
+        keys: Mapping[str, str],
+        proxies: Mapping[str, str],
+        num_tenants: int,
+    ) -> UpstreamSet:
+        """Upstreams of other settings, for `use`. Those of whom nothing is changed are the same as now."""
+        by_name: dict[str, Upstream] = {}
+        for one in settings:
+            made_of = one, keys.get(one.name), proxies.get(one.name)
+            now = self._now.by_name.get(one.name)
+            same = now is not None and now.made_of == made_of
+            by_name[one.name] = now if now is not None and same else self._make(*made_of)
+        return UpstreamSet(by_name, Routes(settings), Accounts(settings, keys, num_tenants))
+
+    def use(self, new: UpstreamSet) -> None:
+        """Requests that begin from now on are for these. Never fails."""
+        old, self._now = self._now, new
+        for name, upstream in new.by_name.items():
+            if (before := old.by_name.get(name)) is upstream:
+                continue
+            if before is not None:
+                upstream.succeed(before)
+            if self._started:
+                upstream.start()
+        self._old.append(old)
+        self._close_unused()
 
     def serves(self, model: str, tenant: str, *, ours: bool) -> bool:
         """Whether a request for a model goes to an upstream. `ours`: an engine, or the embedder, serves it as well."""
-        return any(route.over_engines or not ours for route in self._routes.find(model, tenant))
+        return any(route.over_engines or not ours for route in self._now.routes.find(model, tenant))
 
     def routes(self, model: str, tenant: str) -> Sequence[Route]:
         """In the order in which they are tried, whatever their dialect."""
-        return self._routes.find(model, tenant)
+        return self._now.routes.find(model, tenant)
 
     def speaks(self, model: str, tenant: str, dialect: str, path: str) -> bool:
         """Whether an upstream of the model has the path of a dialect, so that nothing has to be translated."""
-        return any(route.speaks(dialect, path) for route in self._routes.find(model, tenant))
+        return any(route.speaks(dialect, path) for route in self._now.routes.find(model, tenant))
 
     def reachable(self, model: str, tenant: str) -> Mapping[str, bool]:
         """Its upstreams, by name -> whether they can be asked now, as far as is known."""
-        routes = self._routes.find(model, tenant)
-        return {route.upstream: not self._by_name[route.upstream].breaker.wait_s() for route in routes}
+        routes = self._now.routes.find(model, tenant)
+        return {route.upstream: not self._now.by_name[route.upstream].breaker.wait_s() for route in routes}
 
     def models(self, tenant: str) -> Mapping[str, int]:
         """Those that can be named -> Unix second since when they are served."""
-        listed = {name: upstream.models for name, upstream in self._by_name.items()}
-        return dict.fromkeys(self._routes.listed(tenant, listed), self._started)
+        listed = {name: upstream.models for name, upstream in self._now.by_name.items()}
+        return dict.fromkeys(self._now.routes.listed(tenant, listed), self._began)
 
     def hosts(self, model: str) -> Sequence[tuple[str, str]]:
         """URL and own name of a model at each upstream that may answer for it, for some tenant."""
-        routes = self._routes.of_all(model)
-        return [(self._by_name[route.upstream].settings.url, route.model) for route in routes]
+        routes = self._now.routes.of_all(model)
+        return [(self._now.by_name[route.upstream].settings.url, route.model) for route in routes]
 
     def route_text(self, model: str, tenant: str) -> str:
         """Which upstreams and models answer for a model; another text when the settings change."""
-        routes = self._routes.find(model, tenant)
+        routes = self._now.routes.find(model, tenant)
         return "\n".join(
-            f"{route.upstream} {self._by_name[route.upstream].settings.url} {route.model}" for route in routes
+            f"{route.upstream} {self._now.by_name[route.upstream].settings.url} {route.model}" for route in routes
         )
 
     def figures(self) -> Mapping[str, Mapping[str, Any]]:
         """By upstream, for metrics and /admin/stats."""
-        return {name: upstream.figures() for name, upstream in self._by_name.items()}
+        return {name: upstream.figures() for name, upstream in self._now.by_name.items()}
 
     def start(self) -> None:
         """Begins to read the upstreams' lists of models. Needs a running event loop."""
-        listing = [upstream for upstream in self._by_name.values() if upstream.settings.list_models]
-        self._listings = [spawn(one.list_models(), f"models of upstream {one.name}") for one in listing]
+        self._started = True
+        for upstream in self._now.by_name.values():
+            upstream.start()
 
     async def close(self) -> None:
-        for task in self._listings:
-            await cancel(task)
-        for upstream in self._by_name.values():
+        for upstream in {one for used in (self._now, *self._old) for one in used.by_name.values()}:
             await upstream.close()
+
+    def _close_unused(self) -> None:
+        """Closes the upstreams that are none of the settings' any more, and no request's."""
+        done = [used for used in self._old if not used.requests]
+        self._old = [used for used in self._old if used.requests]
+        needed = {one for used in (self._now, *self._old) for one in used.by_name.values()}
+        for upstream in {one for used in done for one in used.by_name.values()} - needed:
+            spawn(upstream.close(), f"close upstream {upstream.name}")
+
+    def _ended(self, used: UpstreamSet) -> None:
+        """A request that began with these."""
+        used.requests -= 1
+        if used is not self._now and not used.requests:
+            self._close_unused()
 
     def answer(self, request: UpstreamRequest) -> AbstractAsyncContextManager[UpstreamAnswer]:
         """The answer, once its first byte is there; leaving the context ends the request at the upstream.
@@ -155,27 +205,19 @@ class Upstreams:
         return _Asked(self._begin, request)
 
     async def _begin(self, request: UpstreamRequest, closing: Closing) -> UpstreamAnswer:
-        routes = await self._accounts.routes_for(request, self._routes_of(request))
+        used = self._now
+        used.requests += 1
+        closing.append(partial(self._ended, used))
+        routes = await used.accounts.routes_for(request, _routes_of(request, used.routes))
         request.trace.overhead_ms = (time.monotonic() - request.received_s) * 1e3
-        answer = await self._first_good(request, routes, closing)
+        answer = await self._first_good(request, routes, used.by_name, closing)
         if answer.status < 400:
             request.trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
         return answer
 
-    def _routes_of(self, request: UpstreamRequest) -> list[Route]:
-        tenant = request.tenant.name
-        if request.only:
-            if named := self._routes.named(request.only, tenant):
-                return named
-            raise NotFoundError("The upstream that keeps this response is not there any more.")
-        routes = self._routes.find(request.model, tenant)
-        if not routes:
-            raise ModelNotFoundError(request.model)
-        if spoken := [route for route in routes if route.speaks(request.dialect, request.path)]:
-            return spoken
-        raise _other_dialect(request.model, routes[0].dialect)
-
-    async def _first_good(self, request: UpstreamRequest, routes: Sequence[Route], closing: Closing) -> UpstreamAnswer:
+    async def _first_good(
+        self, request: UpstreamRequest, routes: Sequence[Route], by_name: Mapping[str, Upstream], closing: Closing
+    ) -> UpstreamAnswer:
         """The first answer that is no failure of its upstream; else the last failure that was answered. What was opened
         is closed with `closing`."""
         last: UpstreamAnswer | None = None
@@ -183,7 +225,9 @@ class Upstreams:
         refused: QueueFullError | DeadlineError | None = None
         for number, route in enumerate(routes, 1):
             try:
-                last = await self._attempt(request, route, closing, others=number < len(routes))
+                last = await self._attempt(
+                    request, route, by_name[route.upstream], closing, others=number < len(routes)
+                )
             except AttemptFailed as error:
                 failed = error if failed is None or failed.kind in _AWAY else failed
                 if error.kind not in _AWAY:  # the breaker has logged
@@ -202,14 +246,14 @@ class Upstreams:
         if refused is not None and (failed is None or failed.kind in _AWAY):
             raise refused
         assert failed is not None, "there is at least one route"
-        raise self._error(request.model or request.only, request.lane, routes, failed)
+        waits_s = [_wait_s(by_name[route.upstream], request.lane) for route in routes]
+        raise _error(request.model or request.only, waits_s, failed)
 
     async def _attempt(
-        self, request: UpstreamRequest, route: Route, closing: Closing, *, others: bool
+        self, request: UpstreamRequest, route: Route, upstream: Upstream, closing: Closing, *, others: bool
     ) -> UpstreamAnswer:
         """One upstream, in a slot where one is needed, as often as it may be tried. Raises AttemptFailed when it never
         answered, QueueFullError and DeadlineError when an online request got no slot."""
-        upstream = self._by_name[route.upstream]
         settings, slot = upstream.settings, Closing()
         try:
             latest_s = await upstream.take_slot(request, slot, others=others)
@@ -296,18 +340,34 @@ class Upstreams:
             self._labels_of[tenant] += 1
         return name
 
-    def _error(self, model: str, lane: Lane, routes: Sequence[Route], failed: AttemptFailed) -> KvasirError:
-        if failed.kind in _AWAY:
-            return UpstreamsAwayError(model, min(self._wait_s(route, lane) for route in routes))
-        kind = UpstreamTimeoutError if failed.kind == "timeout" else UpstreamLostError
-        error = kind(f"No upstream answered for `{model}`: {failed.why}.")
-        error.begun = failed.kind not in _UNBEGUN
-        return error
 
-    def _wait_s(self, route: Route, lane: Lane) -> float:
-        upstream = self._by_name[route.upstream]
-        held_off_s = upstream.slots.held_off_s() if lane == "batch" else 0.0
-        return max(upstream.breaker.wait_s(), held_off_s) or BUSY_S
+def _routes_of(request: UpstreamRequest, known: Routes) -> list[Route]:
+    tenant = request.tenant.name
+    if request.only:
+        if named := known.named(request.only, tenant):
+            return named
+        raise NotFoundError("The upstream that keeps this response is not there any more.")
+    routes = known.find(request.model, tenant)
+    if not routes:
+        raise ModelNotFoundError(request.model)
+    if spoken := [route for route in routes if route.speaks(request.dialect, request.path)]:
+        return spoken
+    raise _other_dialect(request.model, routes[0].dialect)
+
+
+def _error(model: str, waits_s: Sequence[float], failed: AttemptFailed) -> KvasirError:
+    """`waits_s`: until each of the upstreams may be asked again."""
+    if failed.kind in _AWAY:
+        return UpstreamsAwayError(model, min(waits_s))
+    kind = UpstreamTimeoutError if failed.kind == "timeout" else UpstreamLostError
+    error = kind(f"No upstream answered for `{model}`: {failed.why}.")
+    error.begun = failed.kind not in _UNBEGUN
+    return error
+
+
+def _wait_s(upstream: Upstream, lane: Lane) -> float:
+    held_off_s = upstream.slots.held_off_s() if lane == "batch" else 0.0
+    return max(upstream.breaker.wait_s(), held_off_s) or BUSY_S
 
 
 class _Body:

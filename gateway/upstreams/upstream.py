@@ -18,7 +18,7 @@ from engine.protocol import Lane
 from gateway.breaker import Breaker
 from gateway.config import QueueSettings, UpstreamSettings
 from gateway.errors import DeadlineError, QueueFullError
-from gateway.tasks import was_cancelled
+from gateway.tasks import cancel, spawn, was_cancelled
 from gateway.types import Ask, UpstreamRequest
 from gateway.upstreams.apis import APIS, MAX_TOKENS
 from gateway.upstreams.bodies import PrefixHistory
@@ -56,14 +56,15 @@ class Upstream:
         self,
         settings: UpstreamSettings,
         key: str | None,
+        proxy: str | None = None,
         *,
         queue: QueueSettings,
         clock: Callable[[], float] = time.monotonic,
-        proxy: str | None = None,
         shared: Shared = ALONE,
     ) -> None:
         """`queue` has the limits for requests that wait where `max_in_flight` is set. `proxy` is a URL. `shared` is
         what gateways know together."""
+        self.made_of = settings, key, proxy
         self.settings = settings
         self.name = settings.name
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_open_s, clock)
@@ -79,6 +80,7 @@ class Upstream:
         self.errors: Counter[str] = Counter()
         self._max_wait_s = queue.max_wait_s
         self._key_refused = False  # in its last answer
+        self._listing: asyncio.Task[None] | None = None
 
     async def take_slot(self, request: UpstreamRequest, closing: Closing, *, others: bool) -> float:
         """Waits for a slot, which `closing` gives back: an online request its turn where those are bounded, within
@@ -121,10 +123,21 @@ class Upstream:
         closing.append(partial(self.slots.release, ask))
         return min(request.deadline_s, now_s + self.settings.timeout_s)
 
+    def start(self) -> None:
+        """Begins to read its list of models, where it is to. Needs a running event loop."""
+        if self.settings.list_models:
+            self._listing = spawn(self.list_models(), f"models of upstream {self.name}")
+
+    def succeed(self, old: Upstream) -> None:
+        """Goes on to count where the one before it, with other settings, is now."""
+        self.requests, self.unmetered, self.hints = old.requests, old.unmetered, old.hints
+        self.errors, self.models = old.errors, old.models
+
     def breaker_open(self) -> AttemptFailed:
         return AttemptFailed("open", f"the circuit breaker of {self.name} is open", again=False)
 
     async def close(self) -> None:
+        await cancel(self._listing)
         await self.prefixes.close()
         await self.connections.close()
 

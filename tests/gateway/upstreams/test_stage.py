@@ -279,7 +279,7 @@ async def test_those_who_wait_are_told_as_soon_as_their_upstream_is_left_alone()
         async with upstreams.answer(asking("online")):
             waiting = [asyncio.ensure_future(whole(upstreams, asking("online"))) for _ in range(10)]
             await until(lambda: upstreams.figures()["up"]["waiting"] == len(waiting))
-            upstreams._by_name["up"].failed("lost")
+            upstreams._now.by_name["up"].failed("lost")
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(result) for result in results] == [UpstreamsAwayError] * 10
         assert (len(stub.got), upstreams.figures()["up"]["waiting"]) == (1, 0)
