@@ -14,6 +14,7 @@ from aiohttp import web
 
 from gateway.admin.accounting import Accounting
 from gateway.admin.audit import AuditLog
+from gateway.admin.batches import BatchPages
 from gateway.admin.cache import CachePages
 from gateway.admin.handlers import Admin
 from gateway.admin.ledger import LedgerPage
@@ -202,6 +203,7 @@ def build_app(
             *PurgePage(settings.namespaces, engines).routes(),
             *ReplicaPages(fleet, admin.figures).routes(),
             *audit.routes(),
+            *BatchPages(jobs).routes(),
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)

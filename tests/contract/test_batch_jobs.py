@@ -98,6 +98,20 @@ async def test_pages_are_newest_first_and_of_one_tenant_and_dialect(jobs: Jobs) 
     assert await jobs.page("b", "anthropic", limit=9, after=None, before=None) == others[1:]
 
 
+async def test_pages_of_all_tenants_have_every_job_until_it_is_forgotten(jobs: Jobs) -> None:
+    owners = {2: ("a", "openai"), 1: ("b", "anthropic"), 3: ("a", "anthropic")}
+    made_jobs = [await made(jobs, number, *owner) for number, owner in owners.items()]
+
+    async def page(limit: int, after: int | None = None, before: int | None = None) -> list[int]:
+        ids = [None if one is None else job(one).id for one in (after, before)]
+        found = await jobs.page(None, None, limit=limit, after=ids[0], before=ids[1])
+        return [int(one.id, 16) for one in found]
+
+    assert (await page(9), await page(2), await page(2, after=2)) == ([3, 2, 1], [3, 2], [1])
+    await jobs.forget(made_jobs[0])
+    assert await page(9) == [3, 1]
+
+
 async def test_a_tenant_has_so_many_jobs_and_lines_that_have_not_ended(jobs: Jobs) -> None:
     first, second = await made(jobs, 1, lines=4), await made(jobs, 2)
     second = await jobs.put(replace(second, counts=Counts(6))) or second

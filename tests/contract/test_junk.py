@@ -35,6 +35,7 @@ KEYS = {
     "kvasir:{batches}:job:" + BATCH: "hash",
     "kvasir:{batches}:of:openai:anonymous": "zset",
     "kvasir:{batches}:of:anthropic:anonymous": "zset",
+    "kvasir:{batches}:all": "zset",
     "kvasir:{batches}:open": "set",
     "kvasir:{batches}:open:anonymous": "hash",
     "kvasir:{batches}:ended": "zset",

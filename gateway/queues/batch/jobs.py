@@ -71,7 +71,9 @@ class MemoryJobs:
         """All open jobs, the oldest first."""
         return [record.job for _, record in sorted(self._records.items()) if record.forget_ms is None]
 
-    async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
+    async def page(
+        self, tenant: str | None, dialect: str | None, *, limit: int, after: str | None, before: str | None
+    ) -> list[Job]:
         """As BatchStore.page, without whether there are more."""
         ids = self._ids(tenant, dialect)
         if before is not None:
@@ -99,10 +101,10 @@ class MemoryJobs:
         self._leases[job_id] = (owner, until_ms)
         return True
 
-    def _ids(self, tenant: str, dialect: str) -> list[str]:
+    def _ids(self, tenant: str | None, dialect: str | None) -> list[str]:
         """In the order of creation."""
         jobs = (record.job for record in self._records.values())
-        return sorted(job.id for job in jobs if (job.tenant, job.dialect) == (tenant, dialect))
+        return sorted(job.id for job in jobs if tenant is None or (job.tenant, job.dialect) == (tenant, dialect))
 
 
 def quota_error(limit: str, settings: BatchSettings) -> QuotaError:

@@ -2,6 +2,7 @@
 
 kvasir:{batches}:job:JOB             hash: json, version
 kvasir:{batches}:of:DIALECT:TENANT   sorted set of jobs, all with the same score, so in the order of their ids
+kvasir:{batches}:all                 the same of all jobs
 kvasir:{batches}:open                set of open jobs
 kvasir:{batches}:open:TENANT         hash: open job -> its lines, for the limits
 kvasir:{batches}:ended               sorted set of closed jobs, by the millisecond at which they may be forgotten
@@ -88,8 +89,10 @@ class RedisJobs:
         ids = await self._scripts.calls.ask_or_skip(STORE, asked, [])
         return await self._read(sorted(ids))
 
-    async def page(self, tenant: str, dialect: str, *, limit: int, after: str | None, before: str | None) -> list[Job]:
-        key, redis = f"{PREFIX}of:{dialect}:{tenant}", self._scripts.redis
+    async def page(
+        self, tenant: str | None, dialect: str | None, *, limit: int, after: str | None, before: str | None
+    ) -> list[Job]:
+        key, redis = PREFIX + ("all" if tenant is None else f"of:{dialect}:{tenant}"), self._scripts.redis
         if before is not None:
             return (await self._take(limit, partial(redis.zrangebylex, key, f"({before}", "+")))[::-1]
         return await self._take(limit, partial(redis.zrevrangebylex, key, f"({after}" if after else "+", "-"))
@@ -118,6 +121,7 @@ class RedisJobs:
         pipe.zrem(f"{PREFIX}ended", job.id)
         pipe.hdel(f"{PREFIX}leases", job.id)
         pipe.zrem(f"{PREFIX}of:{job.dialect}:{job.tenant}", job.id)
+        pipe.zrem(f"{PREFIX}all", job.id)
         pipe.unlink(f"{PREFIX}job:{job.id}")
         await self._scripts.calls.ask_each(STORE, pipe)
 

@@ -153,17 +153,24 @@ class BatchStore:
         return None if job is None else await self._with_counts(job)
 
     async def page(
-        self, tenant: str, dialect: str, *, limit: int, after: str | None = None, before: str | None = None
+        self,
+        tenant: str | None,
+        dialect: str | None,
+        *,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
     ) -> tuple[list[Job], bool]:
-        """Newest first, and whether there are more: after a job, which may be forgotten, or the `limit` right before
-        one."""
+        """Of a tenant in a dialect, or of all where both are None. Newest first, and whether there are more: after a
+        job, which may be forgotten, or the `limit` right before one."""
         found = await self.stores.jobs.page(tenant, dialect, limit=limit + 1, after=after, before=before)
         has_more = len(found) > limit
         shown = found[:limit] if before is None else found[-limit:]
         return [await self._with_counts(job) for job in shown], has_more
 
-    async def cancel(self, tenant: str, dialect: str, job_id: str) -> Job | None:
-        """The job as it is now; None without one. Running lines go on. Raises BadRequestError when it has ended."""
+    async def cancel(self, tenant: str | None, dialect: str | None, job_id: str) -> Job | None:
+        """The job as it is now, of any tenant where both are None; None without one. Running lines go on. Raises
+        BadRequestError when it has ended."""
         for _ in range(MAX_TRIES):
             if (job := await self._own(tenant, dialect, job_id)) is None:
                 return None
@@ -200,9 +207,10 @@ class BatchStore:
             if file is not None:
                 file.close()
 
-    async def _own(self, tenant: str, dialect: str, job_id: str) -> Job | None:
+    async def _own(self, tenant: str | None, dialect: str | None, job_id: str) -> Job | None:
         job = await self.stores.jobs.find(job_id)
-        return None if job is None or (job.tenant, job.dialect) != (tenant, dialect) else job
+        is_own = job is not None and (tenant is None or (job.tenant, job.dialect) == (tenant, dialect))
+        return job if is_own else None
 
     async def _check_bytes(self, tenant: str) -> None:
         """Raises QuotaError when its jobs have as many as they may. Arriving rows do not count yet."""

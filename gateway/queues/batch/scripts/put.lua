@@ -26,6 +26,7 @@ elseif is_new or (before and lines ~= before) then
   redis.call('HSET', open, job, lines)
 end
 redis.call('HSET', key, 'version', ARGV[2] + 1, 'json', ARGV[3])
+redis.pcall('ZADD', prefix .. 'all', 0, job)  -- for pages alone: what else is there must stop no batch
 if is_new then
   redis.call('SADD', prefix .. 'open', job)
   redis.call('ZADD', all, 0, job)
