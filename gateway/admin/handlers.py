@@ -46,7 +46,14 @@ class Admin:
     def routes(self) -> list[Route]:
         exposition = CONTENT_TYPE.partition(";")[0]
         return [
-            Route("GET", "/", self.front_page, "A page of plain text with these routes.", media=(PLAIN,), key="none"),
+            Route(
+                "GET",
+                "/",
+                self.front_page,
+                "A page of plain text with these routes; leads a browser to the dashboard.",
+                media=(PLAIN,),
+                key="none",
+            ),
             Route("GET", "/health", self.health, "Readiness with a few details.", key="none"),
             Route("GET", "/health/liveness", self.liveness, "200 while the process runs.", key="none"),
             Route(
@@ -64,6 +71,8 @@ class Admin:
 
     async def front_page(self, http: web.Request) -> web.Response:
         """GET /"""
+        if "text/html" in http.headers.get("Accept", ""):
+            return web.Response(status=303, headers={"Location": "dashboard", "Vary": "Accept"})
         lines = [
             f"{route.method:<7}{route.resource.canonical}"
             for route in http.app.router.routes()

@@ -3,7 +3,8 @@
 No answer leaves without its request id, no error in another shape than its dialect's, and no request without its line.
 Three APIs share one port, and some of their paths are the same: the dialect of a request is found here. A URL that is
 none of ours gets a 404 that names the one that was meant. Pages of other origins (the Fetch standard) may read answers
-if the operator names them; keys come in headers and never in cookies, so no header speaks of credentials.
+if the operator names them; keys come in headers, and the one cookie (sessions.py) is for this server's own pages, so no
+header speaks of credentials.
 """
 
 from __future__ import annotations

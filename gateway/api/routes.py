@@ -12,6 +12,7 @@ from typing import Final
 
 from aiohttp import web
 
+from gateway import dashboard
 from gateway.admin.accounting import Accounting
 from gateway.admin.audit import AuditLog
 from gateway.admin.batches import BatchPages
@@ -21,6 +22,7 @@ from gateway.admin.ledger import LedgerPage
 from gateway.admin.metrics import Metrics
 from gateway.admin.purge import Engine, PurgePage
 from gateway.admin.replicas import Fleet, ReplicaPages
+from gateway.admin.session import SessionPages
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import LoopLag
 from gateway.api.aliases import Aliases
@@ -143,7 +145,7 @@ def build_app(
     Raises ConfigError for prompts of [[warm]] that cannot be used.
     """
     server, batches = settings.server, settings.batches
-    keys = Auth(settings.auth, settings.tenants)
+    keys = Auth(settings.auth, settings.tenants, now)
     named = Namespaces(settings.namespaces, settings.tenants, settings.prompt.cache_key)
     aliases = Aliases(settings.aliases)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses, aliases)
@@ -198,6 +200,8 @@ def build_app(
         ],
         OWN: [
             *admin.routes(),
+            *dashboard.routes(),
+            *SessionPages(keys, now).routes(),
             *LedgerPage(sources.ledger, now).routes(),
             *CachePages(answers, now, content=settings.auth.admin_content).routes(),
             *PurgePage(settings.namespaces, engines).routes(),

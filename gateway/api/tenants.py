@@ -9,17 +9,21 @@ conversation; prompts that come as tokens are counted. The middleware settles th
 from __future__ import annotations
 
 import hashlib
+import time
 from base64 import b64decode
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Final
+from hmac import compare_digest
+from typing import Final, Literal
 
 from aiohttp import web
 
 from engine.protocol import TOKEN_BYTES
+from gateway.api import sessions
 from gateway.api.call import Call
 from gateway.api.fields import shown
 from gateway.api.record import Record
+from gateway.api.sessions import Session
 from gateway.config import ALL_TENANTS, PRIVATE, AuthSettings, CacheKeyMode, NamespaceSettings, TenantSettings
 from gateway.errors import ForbiddenError, UnauthorizedError
 from gateway.limits.limits import TenantLimits
@@ -27,6 +31,10 @@ from gateway.types import ANONYMOUS, ChatPrompt, Need, Prompt, Scope, Tenant, Te
 
 NAMESPACE_HEADER = "x-kvasir-namespace"
 MAX_SCOPES = 1024  # that are remembered; a kilobyte each, with the longest key and salt
+
+AdminAccess = Literal["open", "closed", "none", "active"]
+_SCRIPTED: Final = ("application/json", "text/event-stream")
+"""What the dashboard accepts."""
 
 BYTES_PER_TOKEN: Final = 4
 IMAGE_TOKENS: Final = 1_000
@@ -39,7 +47,11 @@ ONLY_COUNTED: Final = Need(generates=False)
 class Auth:
     """The keys of [auth] and [[tenants]]."""
 
-    def __init__(self, auth: AuthSettings, tenants: Sequence[TenantSettings]) -> None:
+    def __init__(
+        self, auth: AuthSettings, tenants: Sequence[TenantSettings], now: Callable[[], float] = time.time
+    ) -> None:
+        """`now` is in seconds since 1970."""
+        self._now = now
         self._tenants = {
             _digest(key): Tenant(one.name, weight=one.weight, priority=one.priority)
             for one in tenants
@@ -63,23 +75,42 @@ class Auth:
         raise UnauthorizedError("Incorrect API key provided.")
 
     def check_admin(self, http: web.Request) -> bytes:
-        """Whether /admin may be read. A digest of the key that opened it; of no key where it is open. Raises
-        UnauthorizedError and ForbiddenError."""
-        if not self._admins:
-            if self._tenants:
-                raise ForbiddenError(
-                    "/admin is closed: this server has tenants and no admin keys. Set [auth] admin_keys to open it."
-                )
+        """Whether /admin may be read, or changed by what is no GET. A digest of the key that opened it, or that the
+        browser's session began with; of no key where it is open. Raises UnauthorizedError and ForbiddenError."""
+        state, session = self.admin_access(http)
+        if state == "closed":
+            raise ForbiddenError(
+                "/admin is closed: this server has tenants and no admin keys. Set [auth] admin_keys to open it."
+            )
+        if state == "open":
+            if http.method not in sessions.READS:
+                sessions.check_origin(http)
             return _digest("")
         key = _bearer(http) or _password(http)
+        if not key and session is not None:
+            sessions.check(http, session)
+            return session.key
         if not key:
-            raise _no_admin_key("/admin needs an admin key, as `Authorization: Bearer KEY` or as a browser's password.")
-        digest = _digest(key)
-        if digest in self._admins:
-            return digest
-        if digest in self._tenants:
+            raise _no_admin_key(
+                http, "/admin needs an admin key, as `Authorization: Bearer KEY` or as a browser's password."
+            )
+        if (admin := self.admin_of(key)) is not None:
+            return admin
+        if _digest(key) in self._tenants:
             raise ForbiddenError("This is the key of a tenant; /admin needs an admin key.")
-        raise _no_admin_key("Incorrect admin key provided.", code="invalid_api_key")
+        raise _no_admin_key(http, "Incorrect admin key provided.", code="invalid_api_key")
+
+    def admin_access(self, http: web.Request) -> tuple[AdminAccess, Session | None]:
+        """What a browser without a key in its headers may do: `open` and `closed` for all; `active` with a session."""
+        if not self._admins:
+            return ("closed" if self._tenants else "open"), None
+        session = sessions.find(http.cookies.get(sessions.COOKIE, ""), self._admins, self._now())
+        return ("none" if session is None else "active"), session
+
+    def admin_of(self, key: str) -> bytes | None:
+        """The digest of an admin key, in a time that does not depend on the key."""
+        digest = _digest(key)
+        return digest if sum(compare_digest(digest, admin) for admin in self._admins) else None
 
 
 def _key(http: web.Request) -> str:
@@ -111,9 +142,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _no_admin_key(message: str, code: str | None = None) -> UnauthorizedError:
+def _no_admin_key(http: web.Request, message: str, code: str | None = None) -> UnauthorizedError:
+    """A page's own script must not make the browser ask for a password: only who opens a page is asked."""
     error = _no_key(message)
-    error.code, error.challenge = code, 'Basic realm="Kvasir admin key", charset="UTF-8"'
+    scripted = http.headers.get("Accept", "").startswith(_SCRIPTED)
+    error.code, error.challenge = code, f'{"Bearer" if scripted else "Basic"} realm="Kvasir admin key", charset="UTF-8"'
     return error
 
 
