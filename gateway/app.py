@@ -364,6 +364,7 @@ def _semantic_cache(settings: Settings, questions: RedisQuestions | None, embedd
         random=random.random,
         now=time.time,
         namespaces=[namespace.name for namespace in settings.namespaces if namespace.semantic_cache],
+        shows_texts=settings.auth.admin_content,
     )
 
 

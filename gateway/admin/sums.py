@@ -50,6 +50,7 @@ _SHARED: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     **{f"aliases/*/targets/*/{name}_ms": max for name in ("first_token", "whole_answer")},
     "upstreams/*/breaker": lambda one, other: max(one, other, key=_BREAKER.index),
     "response_cache/semantic/spaces": lambda one, other: _added_spaces(one, other),
+    "response_cache/semantic/last_wrong": lambda one, other: sorted([*one, *other], key=lambda wrong: wrong["at_s"]),
 }
 """What all workers know of one thing is not added up. The worst counts."""
 

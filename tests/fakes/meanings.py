@@ -91,6 +91,7 @@ class Kitchen:
     runs: list[Request] = field(default_factory=list)
     modes: dict[str, Any] = field(default_factory=dict)
     namespaces: Sequence[str] = ()
+    shows_texts: bool = False
     before: Callable[[Request], None] = lambda request: None
 
     def __post_init__(self) -> None:
@@ -105,6 +106,7 @@ class Kitchen:
             random=lambda: self.chance,
             now=lambda: self.now,
             namespaces=self.namespaces,
+            shows_texts=self.shows_texts,
         )
         self.exact = exact
         self.cache = ResponseCache(own, {}, exact, self.semantic, lambda: self.now)

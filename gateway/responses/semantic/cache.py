@@ -8,11 +8,11 @@ raises: without the extra, without Redis, with an embedder that fails, the exact
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gateway.config import SemanticCacheSettings
 from gateway.errors import KvasirError, NativeError
@@ -27,6 +27,10 @@ from gateway.tasks import off_loop
 if TYPE_CHECKING:
     from gateway.responses.embedding.embedder import Embedder
     from gateway.responses.semantic.space import Sight, Space
+
+
+MAX_WRONG: Final = 20
+"""Hits that an audit found wrong, the latest, that operators see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +59,11 @@ class SemanticCache:
         random: Callable[[], float],
         now: Callable[[], float],
         namespaces: Collection[str] = (),
+        shows_texts: bool = False,
     ) -> None:
         """modes   of tenants that have one of their own
         namespaces  shared ones whose tenants may get answers to one another's questions
+        shows_texts  whether operators may read questions
         random  a number from 0 to 1, evenly distributed
         now     the clock of entries, in seconds since 1970
         """
@@ -65,6 +71,8 @@ class SemanticCache:
         self._modes = modes
         self._namespaces = frozenset(f"namespace:{name}" for name in namespaces)
         self._now = now
+        self._shows_texts = shows_texts
+        self._wrong: deque[dict[str, Any]] = deque(maxlen=MAX_WRONG)
         self.outcomes: Counter[str] = Counter()
         self.events: Counter[str] = Counter(redis_failures=0, unread=0, removed=0)
         self._background = Background()
@@ -136,7 +144,7 @@ class SemanticCache:
         looked.space.given(looked.sight)
         if looked.sight.verdict.audit:
             self._auditing += 1
-            self._background.start(self._audit(query.tenant, looked, anew), "audit a semantic hit")
+            self._background.start(self._audit(query, looked, anew), "audit a semantic hit")
 
     def gone(self, query: Query[Any], match: Match) -> None:
         """The answer was not there any more."""
@@ -176,15 +184,18 @@ class SemanticCache:
 
     def forget(self, removal: Removal) -> None:
         """Soon the questions whose answers are removed are gone, here and for other gateways."""
+        for wrong in self._wrong:  # whichever of them it is about
+            wrong.update(question=None, answered_as=None)
         self._spaces.forget(removal)
 
     def stats(self) -> dict[str, Any]:
         """For operators: requests by outcome and other events since the start; what is kept and learned, by owner and
-        model."""
+        model; the last wrong hits."""
         return {
             "outcomes": dict(self.outcomes),
             "events": dict(self.events),
             "spaces": self._spaces.figures(),
+            "last_wrong": [dict(wrong) for wrong in self._wrong],
         }
 
     def _unfit(self, query: Query[Any]) -> str | None:
@@ -214,7 +225,7 @@ class SemanticCache:
         finally:
             self._judging -= 1
 
-    async def _audit(self, tenant: str, looked: Looked, anew: Regenerate) -> None:
+    async def _audit(self, query: Query[Any], looked: Looked, anew: Regenerate) -> None:
         """Compares a hit's answer with a fresh one. A wrong one is not given again, here or elsewhere."""
         try:
             fresh = await anew()
@@ -222,15 +233,27 @@ class SemanticCache:
                 self.events["audits_lost"] += 1
                 return
             entry = looked.sight.neighbours[0].entry
-            same = await self._same(fresh, entry, tenant)
+            same = await self._same(fresh, entry, query.tenant)
             looked.space.judge_hit(looked.sight, same)
             self.events["audited"] += 1
             if not same:
+                self._wrong.append(self._about_wrong(query, looked.sight, entry))
                 self._spaces.put(looked.shared, entry.key, None)
         except (KvasirError, TimeoutError):
             self.events["audits_lost"] += 1
         finally:
             self._auditing -= 1
+
+    def _about_wrong(self, query: Query[Any], sight: Sight, entry: AnsweredQuestion) -> dict[str, Any]:
+        return {
+            "at_s": self._now(),
+            "owner": query.owner,
+            "model": query.model,
+            "similarity": round(sight.neighbours[0].similarity, 4),
+            "probability": round(sight.verdict.probability, 4),
+            "question": sight.question.text if self._shows_texts else None,
+            "answered_as": entry.text if self._shows_texts else None,
+        }
 
     async def _same(self, answer: str, entry: AnsweredQuestion, tenant: str) -> bool:
         """Raises what the embedder raises."""

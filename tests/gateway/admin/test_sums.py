@@ -44,7 +44,11 @@ def tree(**changes: Any) -> dict[str, Any]:
         "limits": {"tenants": {"up": {"requests": {"limit": 5, "remaining": 3, "reset_s": 1.0}, "refused": {"x": 1}}}},
         "redis": {"up": True, "outages": 1, "unreadable": {}},
         "batches": {"open_jobs": 4, "paused_models": 1, "in_flight": 2, "succeeded": 3},
-        "response_cache": {"entries": 1, "outcomes": {"exact": 2}, "semantic": {"spaces": [SPACE]}},
+        "response_cache": {
+            "entries": 1,
+            "outcomes": {"exact": 2},
+            "semantic": {"spaces": [SPACE], "last_wrong": [{"at_s": 2.0}]},
+        },
         "lost_lines": 0,
         **changes,
     }
@@ -70,6 +74,7 @@ def test_what_each_worker_counts_adds_up_and_what_all_share_does_not() -> None:
     }
     assert total["batches"] == {"open_jobs": 4, "paused_models": 1, "in_flight": 4, "succeeded": 6}
     assert total["response_cache"]["semantic"]["spaces"] == [SPACE | {"bytes": 20, "hits": 4, "audits": 2}]
+    assert total["response_cache"]["semantic"]["last_wrong"] == [{"at_s": 2.0}] * 2
     assert total["engines"] == {("e", "unix:e"): READY}
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from engine.protocol import Grammar, Sampling
 from gateway.config import SemanticCacheSettings
+from gateway.responses.entries import Chosen
+from gateway.responses.entry_stores import Removal
 from gateway.responses.semantic.budget import Budget
 from gateway.types import ChatPrompt, Constraint, Request, Reuse, Scope, Tool, ToolUse
 from tests.fakes.meanings import BROKEN, Kitchen, Meanings
@@ -174,6 +176,28 @@ async def test_an_answer_that_an_audit_finds_wrong_is_not_given_again() -> None:
     assert await one.ask(SECOND) == ("No.", "miss")
     (space,) = one.semantic.stats()["spaces"]
     assert (space["quarantined"], space["wrong_share"]) == (1, 1.0)
+    (wrong,) = one.semantic.stats()["last_wrong"]
+    assert (wrong["at_s"], wrong["owner"], wrong["question"], wrong["answered_as"]) == (
+        1000.0,
+        "tenant:a",
+        None,
+        None,
+    )
+    assert wrong["similarity"] > 0.9
+    assert 0 < wrong["probability"] <= 1
+
+
+async def test_questions_that_were_answered_wrongly_are_shown_where_operators_may_read_them_until_a_removal() -> None:
+    one = kitchen(chance=0.0, shows_texts=True)
+    one.answers = {FIRST: "Yes.", SECOND: "No."}
+    await one.ask(FIRST)
+    await one.ask(SECOND)
+    await until(lambda: events(one).get("audited") == 1)
+    (wrong,) = one.semantic.stats()["last_wrong"]
+    assert (wrong["question"], wrong["answered_as"]) == (SECOND, FIRST)
+    one.semantic.forget(Removal(Chosen(), 0.0))
+    (wrong,) = one.semantic.stats()["last_wrong"]
+    assert (wrong["question"], wrong["answered_as"]) == (None, None)
 
 
 async def test_what_cannot_be_audited_is_answered_afresh() -> None:
