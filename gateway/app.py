@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 from pydantic import SecretStr
@@ -25,9 +25,9 @@ from gateway.api.descriptors import REFUSED
 from gateway.api.gemini import content_store
 from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
-from gateway.api.routes import REPLAYS, WARMING, build_app
+from gateway.api.routes import REPLAYS, USE, WARMING, build_app
 from gateway.api.warming import Warming
-from gateway.config import ReplicaSettings, Settings, StoredResponseSettings
+from gateway.config import Reloaded, ReplicaSettings, Settings, StoredResponseSettings
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.registry import Client, EngineFigures, Registry
 from gateway.errors import BadRequestError
@@ -50,6 +50,7 @@ from gateway.receipts import Receipts
 from gateway.replicas.fleet import Fleet
 from gateway.replicas.secret import FleetSecret
 from gateway.replicas.warming import HotPrefixes, Warmer
+from gateway.responses.base import Mode
 from gateway.responses.embedding.embedder import Embedder
 from gateway.responses.entry_stores import MemoryEntries, RedisEntries, RemovalEpoch
 from gateway.responses.semantic.cache import SemanticCache
@@ -88,6 +89,10 @@ RETRY_AFTER_S = 2.0
 """Retry-After while a model has no engine: about what one takes to start."""
 
 
+async def no_reload() -> Reloaded:
+    raise BadRequestError("The settings of this gateway did not come from a file that could be read again.")
+
+
 @dataclass
 class Gateway:
     """The stages, built and wired. Engines come to the registry, and leave it, while the gateway runs."""
@@ -103,6 +108,7 @@ class Gateway:
     draining: bool = False
     warming: Warming | None = None  # once the routes are there
     total: Total = no_others
+    reload: Callable[[], Awaitable[Reloaded]] = no_reload  # once the process can
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -180,8 +186,9 @@ class Gateway:
             memory_s=own.memory_s,
             every_s=own.removals_s,
         )
-        modes = {tenant.name: tenant.response_cache for tenant in settings.tenants if tenant.response_cache is not None}
-        self.response_cache = ResponseCache(own, modes, self.answers, self.semantic_cache, time.time, self._audited)
+        self.response_cache = ResponseCache(
+            own, _modes(settings, "response_cache"), self.answers, self.semantic_cache, time.time, self._audited
+        )
         self.remembered = RememberedUpstreams(self.upstreams, REPLAYS, self.response_cache)
         self.receipts = Receipts(on_distrust=self._distrust)
         self.pipeline = Pipeline(
@@ -215,6 +222,7 @@ class Gateway:
             fleet=self.fleet,
             cost=self.prices.estimate,
             audit=self.audit,
+            reload=lambda: self.reload(),
             sources=Sources(
                 refresh=self.figures.refresh,
                 engines=self._engine_statuses,
@@ -240,8 +248,27 @@ class Gateway:
             claims=None if (calls := self._calls()) is None else RedisClaims(calls, "warm"),
             audited=self._audited,
         )
-        self.warming = app[WARMING]
+        self.warming, self._use = app[WARMING], app[USE]
         return app
+
+    def plan(self, settings: Settings, environ: Mapping[str, str]) -> Callable[[], None]:
+        """A function that makes what may change of the settings hold from then on, at once and without fail. Raises
+        ConfigError."""
+        keys, proxies = upstream_keys(settings, environ), upstream_proxies(settings, environ)
+        upstreams = self.upstreams.plan(settings.upstreams, keys, proxies, len(settings.tenants))
+        modes, semantic_modes = _modes(settings, "response_cache"), _modes(settings, "semantic_cache")
+
+        def use() -> None:
+            self.settings = settings
+            self.upstreams.use(upstreams)
+            self.prices.replace(settings.prices, settings.batches.price, self._hosts())
+            self.limits.replace(settings.limits, settings.tenants)
+            self.response_cache.modes = modes
+            if self.semantic_cache is not None:
+                self.semantic_cache.replace(semantic_modes, _semantic_namespaces(settings))
+            self._use(settings)
+
+        return use
 
     def _calls(self) -> RedisCalls | None:
         """Of one store, so that none waits for a turn behind another. None without Redis."""
@@ -350,7 +377,7 @@ class Gateway:
 def _semantic_cache(settings: Settings, questions: RedisQuestions | None, embedder: Embedder) -> SemanticCache | None:
     """None where no tenant may use it, or the extra is missing."""
     own = settings.semantic_cache
-    modes = {tenant.name: tenant.semantic_cache for tenant in settings.tenants if tenant.semantic_cache is not None}
+    modes = _modes(settings, "semantic_cache")
     if own.mode == "off" and all(mode == "off" for mode in modes.values()):
         return None
     if not embedder.models():
@@ -363,9 +390,19 @@ def _semantic_cache(settings: Settings, questions: RedisQuestions | None, embedd
         questions,
         random=random.random,
         now=time.time,
-        namespaces=[namespace.name for namespace in settings.namespaces if namespace.semantic_cache],
+        namespaces=_semantic_namespaces(settings),
         shows_texts=settings.auth.admin_content,
     )
+
+
+def _modes(settings: Settings, cache: Literal["response_cache", "semantic_cache"]) -> dict[str, Mode]:
+    """Of tenants that have one of their own."""
+    modes = {tenant.name: getattr(tenant, cache) for tenant in settings.tenants}
+    return {name: mode for name, mode in modes.items() if mode is not None}
+
+
+def _semantic_namespaces(settings: Settings) -> list[str]:
+    return [namespace.name for namespace in settings.namespaces if namespace.semantic_cache]
 
 
 def _status(

@@ -1,5 +1,5 @@
-"""The command `kvasir`: serve | gateway | engine | batch | purge | replicas. Reads flags, file and environment, and
-hands over.
+"""The command `kvasir`: serve | gateway | engine | batch | purge | reload | replicas. Reads flags, file and
+environment, and hands over.
 
 Nothing heavy is imported before a command is known: `kvasir --help` is quick, and `kvasir gateway` needs no torch.
 """
@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
 from gateway.client.arguments import add_parser as add_batch_parser
-from gateway.client.arguments import add_purge_parser, add_replicas_parser
+from gateway.client.arguments import add_purge_parser, add_reload_parser, add_replicas_parser
 from gateway.config import REPLICA_FLAG, Settings, replica_of_flag
 from gateway.guard import terminate_at_eof
 from gateway.logs import flush, set_up
@@ -71,19 +71,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("RUST_BACKTRACE", "0")  # of a panic, which native.py logs in one line
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser(show_all="--help-all" in arguments).parse_args(arguments)
-    if options.command in ("batch", "purge", "replicas"):
+    if options.command in ("batch", "purge", "reload", "replicas"):
         return _client(options)
-    environ = dict(os.environ)
-    config = options.config or environ.pop(CONFIG_VARIABLE, None)
-    environ.pop(CONFIG_VARIABLE, None)
+    config = options.config or os.environ.get(CONFIG_VARIABLE)
     flags = {path: getattr(options, path, None) for path in _paths()}
     mask = os.umask(PRIVATE)
 
     def work() -> int:
         tables = {"replicas": [replica_of_flag(text) for text in getattr(options, "replica", ())]}
-        settings = load(Settings, file=Path(config) if config else None, environ=environ, flags=flags, tables=tables)
+
+        def read() -> Settings:
+            current = {name: text for name, text in os.environ.items() if name != CONFIG_VARIABLE}
+            file = Path(config) if config else None
+            return load(Settings, file=file, environ=current, flags=flags, tables=tables)
+
+        settings = read()
         set_up((settings.engine if options.command == "engine" else settings.server).log_level, settings.logs)
-        return run(_COMMANDS[options.command](settings, options))
+        return run(_COMMANDS[options.command](settings, options, read))
 
     try:
         return guarded(options.command, work)
@@ -117,7 +121,9 @@ def guarded(command: str, work: Callable[[], int]) -> int:
 def _client(options: argparse.Namespace) -> int:
     from gateway.client import commands
 
-    run = {"purge": commands.purge, "replicas": commands.replicas}.get(options.command, commands.run)
+    run = {"purge": commands.purge, "reload": commands.reload, "replicas": commands.replicas}.get(
+        options.command, commands.run
+    )
     try:
         return run(options, os.environ)
     except KeyboardInterrupt:
@@ -127,16 +133,16 @@ def _client(options: argparse.Namespace) -> int:
         return 1
 
 
-async def _serve(settings: Settings, options: argparse.Namespace) -> None:
+async def _serve(settings: Settings, options: argparse.Namespace, read: Callable[[], Settings]) -> None:
     if settings.server.workers > 1:
         from gateway.workers import serve_workers as serve
     else:
         from gateway.serving import serve
 
-    await serve(settings, environ=os.environ, own_engines=options.command == "serve", say=_say)
+    await serve(settings, environ=os.environ, own_engines=options.command == "serve", say=_say, read=read)
 
 
-async def _engine(settings: Settings, options: argparse.Namespace) -> None:
+async def _engine(settings: Settings, options: argparse.Namespace, read: Callable[[], Settings]) -> None:
     # For libraries that look when they are imported. An engine does not tokenise, and its idle threads must not spin.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -196,6 +202,7 @@ def _parser(*, show_all: bool = False) -> argparse.ArgumentParser:
         _add_settings(command, _paths() if show_all else MAIN[name])
     add_batch_parser(commands)
     add_purge_parser(commands)
+    add_reload_parser(commands)
     add_replicas_parser(commands)
     return parser
 

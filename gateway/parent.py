@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engine.config import ConfigError
 from gateway import tasks
-from gateway.config import Settings
+from gateway.config import Reloaded, Settings
 from gateway.errors import OverloadedError
 from gateway.peer import Peer
 
@@ -17,6 +18,10 @@ log = logging.getLogger(__name__)
 
 ASK_S: Final = 5.0
 """For the parent to answer, which asks all workers first."""
+
+
+RELOAD_S: Final = 30.0
+"""For it to read the settings again, and all workers to have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +49,16 @@ class Parent:
         self.sockets = sockets
         self._end = end
         self._snapshot: Callable[[], Mapping[str, Any]] = dict
+        self._plan: Callable[[Settings], Callable[[], None]] = _not_yet
+        self._ready: tuple[Settings, Callable[[], None]] | None = None
         self._peer = Peer(self._answer)
 
-    async def connect(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
-        """`snapshot` is what it is told when it asks what this worker has counted."""
-        self._snapshot = snapshot
+    async def connect(
+        self, snapshot: Callable[[], Mapping[str, Any]], plan: Callable[[Settings], Callable[[], None]]
+    ) -> None:
+        """`snapshot` is what it is told when it asks what this worker has counted. `plan` makes changed settings ready,
+        and returns what makes them hold; it raises ConfigError."""
+        self._snapshot, self._plan = snapshot, plan
         await self._peer.connect(self._end)
 
     async def close(self) -> None:
@@ -71,5 +81,31 @@ class Parent:
             raise OverloadedError("The figures of all workers are not to be had at the moment.") from error
         return total
 
+    async def reload(self) -> Reloaded:
+        """Has it read the settings again, for all workers. Raises ConfigError and KvasirError."""
+        try:
+            answer = await self._peer.ask("reload", timeout_s=RELOAD_S)
+        except (OSError, TimeoutError) as error:
+            raise OverloadedError("The first process of this gateway cannot be asked at the moment.") from error
+        if isinstance(answer, Exception):
+            raise answer
+        report: Reloaded = answer
+        return report
+
     async def _answer(self, what: str, value: Any) -> Any:
-        return self._snapshot()
+        if what == "prepare":
+            try:
+                self._ready = value, self._plan(value)
+            except ConfigError as error:
+                return str(error)
+        elif what == "use":
+            ready, self._ready = self._ready, None
+            use = ready[1] if ready is not None and ready[0] == value else self._plan(value)
+            use()
+        else:
+            return self._snapshot()
+        return None
+
+
+def _not_yet(settings: Settings) -> Callable[[], None]:
+    raise ConfigError("the worker has not started yet")

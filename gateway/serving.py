@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -31,6 +32,7 @@ from gateway.parent import Parent
 from gateway.processes import ChildStartError
 from gateway.queues.batch.worker import Worker
 from gateway.redis_server import RedisServer, RedisStartError
+from gateway.reload import Reloading
 from gateway.storage.redis_calls import close, connect, warn_of_eviction
 from gateway.tasks import share_interpreter
 from gateway.version import installed_version
@@ -53,20 +55,21 @@ async def serve(
     environ: Mapping[str, str],
     own_engines: bool,
     say: Callable[[str], None],
+    read: Callable[[], Settings] | None = None,
     parent: Parent | None = None,
 ) -> None:
     """Runs until SIGTERM or SIGINT, then lets what is in flight end.
 
     own_engines  start engines, and a Redis when none is configured
     say          prints a few lines about what was started
+    read         reads the settings again
     parent       of a worker: it has started them, and bound the port
     Raises ChildStartError when an engine cannot work with its settings, ConfigError when there is none of that kind,
     OSError when the port is in use.
     """
     share_interpreter()
     raise_limit()
-    if own_engines and parent is None:
-        settings = choose_engine(settings, environ)
+    given, settings = settings, choose_engine(settings, environ) if own_engines and parent is None else settings
     stop = _stop_at_signals()
     fatal: list[ChildStartError] = []
 
@@ -98,6 +101,8 @@ async def serve(
         )
         close_with(stack, gateway)
         app = gateway.web_app()
+        if read is not None:
+            _reload_with(Reloading(read, given, settings, partial(_use, gateway, environ)), gateway, stop)
         runner = app_runner(app, settings.server)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -126,7 +131,8 @@ async def serve(
         if parent is not None:  # the port is open all the time, and this worker has it once it is as good as others
             await _same_engines(gateway, parent.place.joined, stop)
             port = await _listen(runner, settings, parent.sockets)
-            await parent.connect(app[ADMIN].snapshot)
+            await parent.connect(app[ADMIN].snapshot, lambda changed: gateway.plan(changed, environ))
+            gateway.reload = parent.reload
             stack.push_async_callback(parent.close)
             await parent.listening()
         await _first_engines(gateway, {*engine_urls.values(), *_own_vllm(settings, own_engines)}, stop)
@@ -147,6 +153,15 @@ async def serve(
         await runner.cleanup()
     if fatal:
         raise fatal[0]
+
+
+def _reload_with(reloading: Reloading, gateway: Gateway, stop: asyncio.Event) -> None:
+    gateway.reload = reloading.reload
+    reloading.at_hangup(stop.set, gateway.audit.reloaded)
+
+
+async def _use(gateway: Gateway, environ: Mapping[str, str], settings: Settings) -> None:
+    gateway.plan(settings, environ)()
 
 
 def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:

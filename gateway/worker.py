@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ def main() -> int:
     from gateway.parent import Parent
     from gateway.serving import serve
 
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is the parent's
     place, numbers, peer = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our parent
     threading.Thread(target=terminate_at_eof, name="until-eof", daemon=True).start()
     sockets = [socket.socket(fileno=number) for number in numbers]

@@ -16,7 +16,8 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,13 +25,16 @@ from typing import Any, Final, Self
 
 from engine.config import ConfigError
 from gateway import tasks
+from gateway.admin.audit import AuditLog
 from gateway.admin.sums import Snapshot, added, counters
 from gateway.api.descriptors import raise_limit
 from gateway.app import replica_keys, upstream_keys, upstream_proxies
-from gateway.config import Settings
+from gateway.config import Reloaded, Settings
+from gateway.errors import KvasirError, OverloadedError
 from gateway.parent import Place
 from gateway.peer import Peer
 from gateway.processes import Child, Children, ChildStartError
+from gateway.reload import Reloading
 from gateway.serving import own_engines_of, start_redis
 from gateway.vllm_process import choose_engine
 
@@ -43,6 +47,9 @@ LOOK_S: Final = 1.0
 
 ASK_S: Final = 1.0
 """For a worker to say what it has counted; then its last figures are taken."""
+
+USE_S: Final = 5.0
+"""For a worker to have changed settings."""
 
 MAX_SILENT: Final = 30
 """Looks in a row that a worker does not answer; then it hangs, with all its connections, and is killed."""
@@ -63,7 +70,12 @@ SHARED_OUT: Final[Mapping[str, Sequence[str]]] = {
 
 
 async def serve_workers(
-    settings: Settings, *, environ: Mapping[str, str], own_engines: bool, say: Callable[[str], None]
+    settings: Settings,
+    *,
+    environ: Mapping[str, str],
+    own_engines: bool,
+    say: Callable[[str], None],
+    read: Callable[[], Settings],
 ) -> None:
     """As serving.serve, with several processes; a second signal ends them at once. Raises ConfigError without a Redis,
     or for limits that cannot be shared out, OSError, and ChildStartError for a worker or engine that cannot start."""
@@ -75,10 +87,8 @@ async def serve_workers(
         fatal.append(error)
         stop.set()
 
-    if own_engines:
-        settings = choose_engine(settings, environ)
-    for check in (upstream_keys, upstream_proxies, replica_keys):  # these raise here rather than in each worker
-        check(settings, environ)
+    given, settings = settings, choose_engine(settings, environ) if own_engines else settings
+    _check(settings, environ)
     parts = [part_of(settings, number) for number in range(settings.server.workers)]
     async with AsyncExitStack() as stack:
         sockets = bind(settings.server.host, settings.server.port, len(parts))
@@ -100,6 +110,9 @@ async def serve_workers(
                 workers.kill()
             stop.set()
 
+        reloading = Reloading(read, given, settings, partial(_use, workers, environ))
+        workers.reload = reloading.reload
+        reloading.at_hangup(ask_to_stop, AuditLog(settings.server.data_dir / "audit.jsonl", time.time).reloaded)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, ask_to_stop)
         if engines is not None:
@@ -109,6 +122,17 @@ async def serve_workers(
         _close(sockets)  # of ours: a worker's own is open until it closes it
     if fatal:
         raise fatal[0]
+
+
+def _check(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError here rather than in each worker."""
+    for check in (upstream_keys, upstream_proxies, replica_keys):
+        check(settings, environ)
+
+
+async def _use(workers: Workers, environ: Mapping[str, str], changed: Settings) -> None:
+    _check(changed, environ)
+    await workers.use([part_of(changed, number) for number in range(changed.server.workers)])
 
 
 def part_of(settings: Settings, number: int) -> Settings:
@@ -185,6 +209,7 @@ class _Worker:
     """One worker: its part of the settings, its sockets, and of its process what is known.
 
     peer    the way to its process
+    has     the settings that its process has
     counts  what it has counted, at the last look
     up      whether it answers requests
     silent  looks in a row that it did not answer
@@ -194,6 +219,7 @@ class _Worker:
     place: Place
     sockets: Sequence[socket.socket]
     peer: Peer | None = None
+    has: Settings | None = None
     counts: Snapshot | None = None
     up: bool = False
     silent: int = 0
@@ -225,6 +251,7 @@ class Workers(Children):
         self._command = command
         self._past: Snapshot = {}  # of workers that are no more
         self._looking: asyncio.Task[None] | None = None
+        self.reload: Callable[[], Awaitable[Reloaded]] | None = None
         drain_s = places[0].settings.server.shutdown_s + MORE_S
         super().__init__(
             [
@@ -249,6 +276,36 @@ class Workers(Children):
         await super().__aexit__(*exc)
         await tasks.cancel(self._looking)
 
+    async def use(self, parts: Sequence[Settings]) -> None:
+        """Makes these settings hold in all workers, or in none: raises ConfigError and OverloadedError. One that dies
+        meanwhile is started with them."""
+        up = [(worker, part) for worker, part in zip(self._workers, parts, strict=True) if worker.up]
+        for why in await asyncio.gather(*(self._prepare(worker, part) for worker, part in up)):
+            if why is not None:
+                raise ConfigError(why)
+        for worker, part in zip(self._workers, parts, strict=True):
+            worker.place = replace(worker.place, settings=part)
+        await asyncio.gather(*map(self._bring, self._workers))
+
+    async def _prepare(self, worker: _Worker, part: Settings) -> str | None:
+        """Why a worker cannot use them. Raises OverloadedError for one that does not answer."""
+        assert worker.peer is not None
+        try:
+            why: str | None = await worker.peer.ask("prepare", part, timeout_s=USE_S)
+        except (OSError, TimeoutError):
+            raise OverloadedError("A worker does not answer; the settings are as they were.") from None
+        return why
+
+    async def _bring(self, worker: _Worker) -> None:
+        """The settings of its place to a worker that began with others. One that does not answer is killed, when it is
+        looked at again and again, and started with them."""
+        if worker.peer is not None and worker.up and worker.has is not worker.place.settings:
+            worker.has = worker.place.settings
+            try:
+                await worker.peer.ask("use", worker.has, timeout_s=USE_S)
+            except (OSError, TimeoutError):
+                log.error("a worker has not said that it has the settings which were read again")
+
     async def _start(self, worker: _Worker) -> asyncio.subprocess.Process:
         engines = [one for other in self._workers if other.counts for one in other.counts["engines"].values()]
         place = replace(worker.place, joined=frozenset(one.url for one in engines if one.state == "ready"))
@@ -262,6 +319,7 @@ class Workers(Children):
             )
             assert process.stdin is not None
             process.stdin.write(pickle.dumps((place, numbers, theirs.fileno())))
+        worker.has = place.settings
         worker.peer = Peer(partial(self._answer, worker))
         await worker.peer.connect(ours)
         return process
@@ -281,6 +339,13 @@ class Workers(Children):
         """A question of a worker: its port is open, it has a text for the operator, or is asked for figures of all."""
         if what == "up":
             worker.up = worker.worked = True
+            await self._bring(worker)
+        elif what == "reload":
+            assert self.reload is not None
+            try:
+                return await self.reload()
+            except (ConfigError, KvasirError) as error:
+                return error
         elif what == "say":
             worker.text = value
             if self._say is not None and all(one.text is not None for one in self._workers):

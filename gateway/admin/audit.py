@@ -26,6 +26,7 @@ from gateway.api.dialect import Handler, Route
 from gateway.api.fields import Parameter, in_url, integer, read_query
 from gateway.api.record import ADMIN_KEY, BODY, CHANGED, CLIENT_LEFT, RECORD
 from gateway.api.replies import reply_json
+from gateway.config import Reloaded
 from gateway.disk import write_all
 from gateway.errors import KvasirError
 
@@ -90,6 +91,11 @@ class AuditLog:
             self.lost += 1
             log.error("change of an admin is not in the audit log (server.data_dir): %s: %s", what, error)
 
+    async def reloaded(self, report: Reloaded) -> None:
+        """Notes a reload that no request asked for."""
+        if report.changed:
+            await self.add("settings reloaded", said(report), who="signal", where="", status=200, id_="")
+
     async def latest(self, limit: int) -> list[dict[str, Any]]:
         """The latest first. What is no line of ours is left out."""
         return await asyncio.to_thread(_latest, self._path, limit)
@@ -127,6 +133,11 @@ class AuditLog:
             status=status,
             id_=http[RECORD].request_id,
         )
+
+
+def said(report: Reloaded) -> dict[str, str]:
+    """What a reload has changed."""
+    return {"settings": ", ".join(report.changed)}
 
 
 def _which(http: web.Request) -> dict[str, Any]:

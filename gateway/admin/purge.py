@@ -64,8 +64,12 @@ class PurgePage:
         namespaces: Sequence[NamespaceSettings],
         engines: Callable[[], Sequence[Engine]],
     ) -> None:
-        self._namespaces = frozenset(one.name for one in namespaces)
         self._engines = engines
+        self.replace(namespaces)
+
+    def replace(self, namespaces: Sequence[NamespaceSettings]) -> None:
+        """From now on there are these."""
+        self._namespaces = frozenset(one.name for one in namespaces)
 
     def routes(self) -> list[Route]:
         route = Route(

@@ -6,7 +6,7 @@ app.py brings the stages; this file puts handlers on paths.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,6 +21,7 @@ from gateway.admin.handlers import Admin
 from gateway.admin.ledger import LedgerPage
 from gateway.admin.metrics import Metrics
 from gateway.admin.purge import Engine, PurgePage
+from gateway.admin.reload import ReloadPage
 from gateway.admin.replicas import Fleet, ReplicaPages
 from gateway.admin.session import SessionPages
 from gateway.admin.sources import Sources
@@ -65,9 +66,9 @@ from gateway.api.record import Observers
 from gateway.api.resend import ResendCache
 from gateway.api.router import Router
 from gateway.api.tenants import Auth, Namespaces
-from gateway.api.unknown_fields import refusing
+from gateway.api.unknown_fields import RefusingTenants
 from gateway.api.warming import Audited, Claims, Warming, warm_targets
-from gateway.config import ServerSettings, Settings
+from gateway.config import Reloaded, ServerSettings, Settings
 from gateway.files.store import FileStore
 from gateway.limits.limits import TenantLimits
 from gateway.pipeline import Pipeline
@@ -88,6 +89,9 @@ RUNNER: web.AppKey[BatchRunner] = web.AppKey("runner", BatchRunner)
 
 WARMING: web.AppKey[Warming] = web.AppKey("warming", Warming)
 """Computes the prompts of [[warm]], once it is started."""
+
+USE: web.AppKey[Callable[[Settings], None]] = web.AppKey("use")
+"""Uses changed tenants, keys, namespaces and aliases from now on. Never fails."""
 
 REPLAYS: Final[Mapping[str, Replay]] = {
     "/v1/chat/completions": ChatReplay(),
@@ -121,6 +125,7 @@ def build_app(
     sources: Sources,
     cost: Callable[[str, int, int], int | None],
     audit: AuditLog,
+    reload: Callable[[], Awaitable[Reloaded]],
     claims: Claims | None = None,
     audited: Audited = lambda *_: None,
 ) -> web.Application:
@@ -140,22 +145,23 @@ def build_app(
     cost           of so many tokens of prompt and answer of a model, for aliases
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
     audit          has the changes of admins
+    reload         reads the settings again, and uses them by `app[USE]` among others
     claims         of prompts that one gateway of several has cached by an upstream
     audited        counts what [[warm]] costs
     Raises ConfigError for prompts of [[warm]] that cannot be used.
     """
     server, batches = settings.server, settings.batches
     keys = Auth(settings.auth, settings.tenants, now)
+    purge = PurgePage(settings.namespaces, engines)
     named = Namespaces(settings.namespaces, settings.tenants, settings.prompt.cache_key)
     aliases = Aliases(settings.aliases)
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses, aliases)
-    tenants = [tenant.name for tenant in settings.tenants] or [ANONYMOUS]
-    router = Router(aliases, passthrough, tenants, cost=cost, replays=REPLAYS)
+    router = Router(aliases, passthrough, _tenants(settings), cost=cost, replays=REPLAYS)
     sources = replace(sources, aliases=router.figures)
     metrics = Metrics(sources)
     admin = Admin(sources, metrics)
     observer = Observers(metrics, router, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
-    refuses_unknown = refusing(settings.api, settings.tenants)
+    refuses_unknown = RefusingTenants(settings.api, settings.tenants)
     resends = ResendCache(_resend_bytes(settings), models, passthrough.serves, limits)
     prologue = Prologue(server, keys, limits, resends, passthrough, router, refuses_unknown, audit)
     answering = Answering(
@@ -204,10 +210,11 @@ def build_app(
             *SessionPages(keys, now).routes(),
             *LedgerPage(sources.ledger, now).routes(),
             *CachePages(answers, now, content=settings.auth.admin_content).routes(),
-            *PurgePage(settings.namespaces, engines).routes(),
+            *purge.routes(),
             *ReplicaPages(fleet, admin.figures).routes(),
             *audit.routes(),
             *BatchPages(jobs).routes(),
+            *ReloadPage(reload).routes(),
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)
@@ -232,6 +239,17 @@ def build_app(
         router,
     )
     app[WARMING] = Warming(server, warm_targets(settings, answering, aliases), answering, audited, claims)
+
+    def use(changed: Settings) -> None:
+        keys.replace(changed.auth, changed.tenants)
+        named.replace(changed.namespaces, changed.tenants)
+        purge.replace(changed.namespaces)
+        refuses_unknown.replace(changed.tenants)
+        aliases.replace(changed.aliases)
+        router.replace(_tenants(changed))
+        resends.forget()
+
+    app[USE] = use
     app.cleanup_ctx.append(LoopLag(metrics.lag, metrics.own_lag).running)
     app.on_shutdown.append(lambda _: background.shut_down())
     app.on_cleanup.append(lambda _: background.close())
@@ -264,6 +282,10 @@ def app_runner(app: web.Application, server: ServerSettings) -> web.AppRunner:
         keepalive_timeout=server.keep_alive_s,
         shutdown_timeout=server.shutdown_s / 2,  # aiohttp waits twice: for the handler, and once more without its body
     )
+
+
+def _tenants(settings: Settings) -> list[str]:
+    return [tenant.name for tenant in settings.tenants] or [ANONYMOUS]
 
 
 def _resend_bytes(settings: Settings) -> int:

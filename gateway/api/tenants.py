@@ -52,13 +52,17 @@ class Auth:
     ) -> None:
         """`now` is in seconds since 1970."""
         self._now = now
+        self._anonymous = Tenant(ANONYMOUS)
+        self.replace(auth, tenants)
+
+    def replace(self, auth: AuthSettings, tenants: Sequence[TenantSettings]) -> None:
+        """From now on these keys hold."""
         self._tenants = {
             _digest(key): Tenant(one.name, weight=one.weight, priority=one.priority)
             for one in tenants
             for key in one.keys
         }
         self._admins = {_digest(key) for key in auth.admin_keys}
-        self._anonymous = Tenant(ANONYMOUS)
 
     def tenant(self, http: web.Request) -> Tenant:
         """The tenant of a request. Raises UnauthorizedError, and ForbiddenError for an admin key."""
@@ -164,6 +168,10 @@ class Namespaces:
     ) -> None:
         """`cache_key`: what keys of tenants do that have no setting of their own."""
         self._cache_key = cache_key
+        self.replace(namespaces, tenants)
+
+    def replace(self, namespaces: Sequence[NamespaceSettings], tenants: Sequence[TenantSettings]) -> None:
+        """From now on there are these."""
         self._cache_keys = {tenant.name: tenant.cache_key for tenant in tenants if tenant.cache_key is not None}
         self._tenants = {namespace.name: frozenset(namespace.tenants) for namespace in namespaces}
         self._defaults = [namespace for namespace in namespaces if namespace.default]

@@ -10,7 +10,7 @@ ignored is collected in a context variable, which is set around each request. Ou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -70,10 +70,19 @@ class collected:  # noqa: N801 - reads as a statement, like contextlib.suppress
         _IGNORED.reset(self._token)
 
 
-def refusing(settings: ApiSettings, tenants: Sequence[TenantSettings]) -> Callable[[str], bool]:
+class RefusingTenants:
     """Whether unknown fields of a tenant's requests, by its name, are refused."""
-    own = {tenant.name: tenant.unknown_fields for tenant in tenants if tenant.unknown_fields is not None}
-    return lambda name: own.get(name, settings.unknown_fields) == "refuse"
+
+    def __init__(self, settings: ApiSettings, tenants: Sequence[TenantSettings]) -> None:
+        self._settings = settings
+        self.replace(tenants)
+
+    def replace(self, tenants: Sequence[TenantSettings]) -> None:
+        """From now on there are these."""
+        self._own = {tenant.name: tenant.unknown_fields for tenant in tenants if tenant.unknown_fields is not None}
+
+    def __call__(self, name: str) -> bool:
+        return self._own.get(name, self._settings.unknown_fields) == "refuse"
 
 
 def ignored(path: str, name: str, known: Collection[str], given: Collection[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The arguments of `kvasir batch`, `kvasir purge` and `kvasir replicas`. Imports nothing heavy: they are in the help
+"""The arguments of `kvasir batch`, `purge`, `reload` and `replicas`. Imports nothing heavy: they are in the help
 texts of `kvasir`."""
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ def add_purge_parser(commands: Any) -> None:
     chosen.add_argument("--tenant", metavar="NAME", help="blocks of its own")
     chosen.add_argument("--namespace", metavar="NAME", help="blocks that it shares")
     _add_admin(purge)
+
+
+def add_reload_parser(commands: Any) -> None:
+    """The command `reload`."""
+    text = "have a running gateway read its settings again: tenants, keys, limits, prices, upstreams, aliases"
+    _add_admin(commands.add_parser("reload", help=text, description=text, allow_abbrev=False))
 
 
 def add_replicas_parser(commands: Any) -> None:

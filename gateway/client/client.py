@@ -96,6 +96,13 @@ class Client:
         """What was removed, by engine. An incomplete purge has status 502 with the same figures."""
         return await self._json("POST", "/admin/cache/blocks/purge", takes=502, json=chosen)
 
+    async def reload(self) -> dict[str, Any]:
+        """What was changed. Settings that cannot be used are BAD_INPUT, as at the start of a gateway."""
+        answer = await self._json("POST", "/admin/reload", takes=400)
+        if "error" in answer:
+            raise BatchCommandError(answer["error"]["message"], BAD_INPUT)
+        return answer
+
     async def replicas(self, method: str, path: str = "", **options: Any) -> dict[str, Any]:
         """What the gateway answers about its replicas, or to a change of them."""
         return await self._json(method, f"/admin/replicas{path}", **options)

@@ -1,4 +1,4 @@
-"""What `kvasir batch`, `kvasir purge` and `kvasir replicas` do."""
+"""What `kvasir batch`, `kvasir purge`, `kvasir reload` and `kvasir replicas` do."""
 
 from __future__ import annotations
 
@@ -173,6 +173,22 @@ def _amounts(engine: Mapping[str, Any]) -> str:
     if engine.get("left"):
         texts.append(f"{engine['left']} files could not be deleted")
     return "; ".join(texts)
+
+
+def reload(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Returns the exit status: 0 the settings hold; 1 that is unknown; 2 they cannot be used, and nothing changed."""
+    return _with_client("reload", options.url, environ, environ.get(options.api_key_env, ""), _reload)
+
+
+async def _reload(client: Client) -> int:
+    answer = await client.reload()
+    for name in answer["changed"]:
+        _say(f"changed: {name}")
+    for name in answer["needs_restart"]:
+        _say(f"needs a restart, and is as it was: {name}")
+    if not (answer["changed"] or answer["needs_restart"]):
+        _say("nothing has changed")
+    return 0
 
 
 def replicas(options: argparse.Namespace, environ: Mapping[str, str]) -> int:

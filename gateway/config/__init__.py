@@ -5,6 +5,9 @@ A section goes to the stage it is named after and to nobody else; app.py hands t
 
 from engine.config import ConfigError as ConfigError
 from gateway.config.apis import *
+from gateway.config.reloading import Reloaded as Reloaded
+from gateway.config.reloading import differences as differences
+from gateway.config.reloading import mixed as mixed
 from gateway.config.replicas import *
 from gateway.config.serving import *
 from gateway.config.settings import Settings as Settings

@@ -54,14 +54,25 @@ class TenantLimits:
         counters: SharedCounters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
         self._counters = counters
         self._clock = clock
-        self._accounts = {name: _Account(limits) for name, limits in limits_of(settings, tenants)}
+        self._accounts: dict[str, _Account] = {}
         self._gateway = secrets.token_hex(6)
         self._numbers = itertools.count()
+        self._started = False
         self._renewing: asyncio.Task[None] | None = None
         self._sending = set[asyncio.Task[None]]()
+        self.replace(settings, tenants)
+
+    def replace(self, settings: LimitSettings, tenants: Sequence[TenantSettings]) -> None:
+        """From now on these limits hold. What was set aside for a request is settled by those that it began with."""
+        self._settings = settings
+        old, self._accounts = self._accounts, {}
+        for name, limits in limits_of(settings, tenants):
+            account = self._accounts[name] = old.get(name) or _Account(limits)
+            account.limits = limits
+        if self._started:
+            self.start()
 
     def has(self, tenant: str) -> bool:
         """Whether it has any limit."""
@@ -102,10 +113,11 @@ class TenantLimits:
             raise refusal(limits, amounts, taken, tenant)
         if flight is not None:
             account.flights[flight] = counters
-        return Hold(partial(self._settle, tenant, counters, amounts, flight))
+        return Hold(partial(self._settle, tenant, account, limits, counters, amounts, flight))
 
     def start(self) -> None:
-        if any(account.limits.max_in_flight for account in self._accounts.values()):
+        self._started = True
+        if self._renewing is None and any(account.limits.max_in_flight for account in self._accounts.values()):
             self._renewing = tasks.spawn(self._renew_always(), name="renew leases of requests in flight")
 
     async def close(self) -> None:
@@ -141,11 +153,17 @@ class TenantLimits:
             await self.renew()
 
     def _settle(
-        self, tenant: str, counters: Counters, amounts: Amounts, flight: str | None, usage: Usage | None
+        self,
+        tenant: str,
+        account: _Account,
+        limits: Limits,
+        counters: Counters,
+        amounts: Amounts,
+        flight: str | None,
+        usage: Usage | None,
     ) -> None:
-        account = self._accounts[tenant]
         spent = amounts if usage is None else used(usage, self._settings)
-        before, after = costs(amounts, account.limits), costs(spent, account.limits)
+        before, after = costs(amounts, limits), costs(spent, limits)
         changes = {kind: cost - after[kind] for kind, cost in before.items() if cost != after[kind]}
         flights = [] if flight is None else [flight]
         for one in flights:

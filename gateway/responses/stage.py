@@ -69,7 +69,7 @@ class ResponseCache:
     ) -> None:
         """`modes` are those of tenants that have one of their own. `now` is the clock of entries, since 1970."""
         self.settings = settings
-        self._modes = modes
+        self.modes = modes
         self._answers = answers
         self._semantic = semantic
         self._now = now
@@ -78,7 +78,7 @@ class ResponseCache:
         self.figures = Figures()
 
     def mode(self, tenant: str) -> Mode:
-        return self._modes.get(tenant, self.settings.mode)
+        return self.modes.get(tenant, self.settings.mode)
 
     def stats(self) -> dict[str, Any]:
         """For operators: what is there now, and what happened since the start. `in_flight` are generations that may be

@@ -24,6 +24,7 @@ from gateway.api.descriptors import REFUSED, Site
 from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.routes import REPLAYS, RUNNER, app_runner, build_app
+from gateway.app import no_reload
 from gateway.config import (
     AliasSettings,
     AnthropicSettings,
@@ -251,6 +252,7 @@ def make_app(
         engines=lambda: given.engines,
         fleet=given.fleet or no_fleet(),
         cost=Prices(given.prices, 1.0).estimate,
+        reload=no_reload,
         audit=AuditLog(audit or Path("/nowhere"), given.now),
         sources=Sources(
             refresh=_nothing_to_fetch,

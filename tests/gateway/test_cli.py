@@ -95,7 +95,7 @@ def test_what_a_server_and_its_processes_make_is_for_this_user_alone(
 def test_replicas_come_from_flags_and_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found: list[Settings] = []
 
-    async def keep(settings: Settings, _: object) -> None:
+    async def keep(settings: Settings, *_: object) -> None:
         found.append(settings)
 
     monkeypatch.setitem(cli._COMMANDS, "gateway", keep)

@@ -207,6 +207,68 @@ async def test_a_worker_that_is_killed_under_load_fails_no_more_than_what_it_had
         assert last < await gateway.counted() <= gateway.sent
 
 
+# -- changed settings -------------------------------------------------------------------------------------------------
+
+
+async def kvasir(*arguments: str) -> tuple[int, str, str]:
+    """Of a command: exit status, what it printed, and its errors."""
+    environ = {**os.environ, **({"KVASIR_API_KEY": "admin-key-1"} if arguments[0] == "reload" else {})}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway.cli", *arguments, env=environ, stdout=pipe, stderr=pipe
+    )
+    said, errors = await process.communicate()
+    return process.returncode or 0, said.decode(), errors.decode()
+
+
+@pytest.mark.slow
+async def test_changed_settings_hold_in_all_workers_or_in_none_while_they_answer(
+    tmp_path: Path, own_redis: RedisProcess
+) -> None:
+    south = '\n[[tenants]]\nname = "south"\nkeys = ["south-key-1"]\n'
+    ended = asyncio.Event()
+
+    async def keep_asking() -> None:
+        while not ended.is_set():
+            assert (await gateway.ask())[0] == 200
+
+    async def of_south() -> set[int]:
+        return {(await gateway.ask(key="south-key-1"))[0] for _ in range(12)}
+
+    async with running(tmp_path, own_redis) as gateway:
+        file, url = tmp_path / "data" / "kvasir.toml", gateway.server.url
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(4):
+                clients.create_task(keep_asking())
+            await until(lambda: len(gateway.engine.by_gateway) == 2, LIMIT_S)
+            file.write_text(CONFIG + south)
+            gateway.server.process.send_signal(signal.SIGHUP)
+            await asyncio.to_thread(gateway.server.wait_for_line, "settings reloaded; changed: tenants.south added")
+            assert await of_south() == {200}
+            # A broken file, as at the start.
+            file.write_text(CONFIG + south.replace("south-key-1", "short"))
+            status, said, errors = await kvasir("reload", "--url", url)
+            assert (status, said) == (2, "")
+            started = await kvasir("gateway", "--config", str(file), "--port", "0")
+            assert started == (2, "", errors.replace("kvasir reload:", "kvasir gateway:"))
+            assert "tenants.2.keys.0" in errors
+            assert await of_south() == {200}
+            ended.set()
+        # A worker that is started again has what the others have.
+        os.kill(gateway.workers[0], signal.SIGKILL)
+        await asyncio.to_thread(gateway.server.wait_for_line, "worker . ended with status -9")
+        await gateway.all_run(restarts=1)
+        assert await of_south() == {200}
+        file.write_text(CONFIG)
+        assert await kvasir("reload", "--url", url) == (0, "changed: tenants.south removed\n", "")
+        assert await of_south() == {401}
+        changes = (await gateway.get("/admin/audit"))["changes"]
+        assert [(one["which"]["settings"], one["from"]) for one in changes] == [
+            ("tenants.south removed", "127.0.0.1"),
+            ("tenants.south added", ""),
+        ]
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 

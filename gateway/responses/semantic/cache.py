@@ -68,8 +68,7 @@ class SemanticCache:
         now     the clock of entries, in seconds since 1970
         """
         self._settings = settings
-        self._modes = modes
-        self._namespaces = frozenset(f"namespace:{name}" for name in namespaces)
+        self.replace(modes, namespaces)
         self._now = now
         self._shows_texts = shows_texts
         self._wrong: deque[dict[str, Any]] = deque(maxlen=MAX_WRONG)
@@ -81,6 +80,11 @@ class SemanticCache:
         )
         self._judging = self._auditing = 0
         self._vectors = Vectors(embedder, settings, self.events)
+
+    def replace(self, modes: Mapping[str, Mode], namespaces: Collection[str]) -> None:
+        """From now on these hold."""
+        self._modes = modes
+        self._namespaces = frozenset(f"namespace:{name}" for name in namespaces)
 
     def start(self) -> None:
         """Begins to load the encoder, which the first question would else be too late for."""
