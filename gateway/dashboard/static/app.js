@@ -19,6 +19,8 @@ import * as live from "./live.js";
 
 const PAGES = [
   ["overview", "Overview"],
+  ["engines", "Engines"],
+  ["requests", "Requests"],
 ];
 
 const byId = (id) => document.getElementById(id);

@@ -78,14 +78,14 @@ let fields = 0;
 
 /** A dialog that asks something; resolves to what `submit(form data)` returned, or null when it was closed.
  *  `submit` may throw: its message is shown and the dialog stays. */
-export function ask({title, body, action = "OK", danger = false, submit = () => true, closable = true}) {
+export function ask({title, body, action = "OK", danger = false, submit = () => true, closable = true, cancel = closable}) {
   return new Promise((resolve) => {
     const problem = el("p", {class: "problem", role: "alert"});
     const button = el("button", {class: danger ? "danger" : "primary"}, action);
     const form = el("form", {method: "dialog"},
       el("h2", {id: "dialog-title"}, title), body, problem,
       el("div", {class: "actions"},
-        closable && el("button", {type: "button", class: "quiet", onclick: () => dialog.close()}, "Cancel"), button));
+        cancel && el("button", {type: "button", class: "quiet", onclick: () => dialog.close()}, "Cancel"), button));
     const dialog = el("dialog", {"aria-labelledby": "dialog-title"}, form);
     let result = null;
     form.addEventListener("submit", async (event) => {
