@@ -1,4 +1,4 @@
-"""The command `kvasir`: serve | gateway | engine | batch | purge | reload | replicas. Reads flags, file and
+"""The command `kvasir`: serve | gateway | engine | batch | purge | reload | replicas | top. Reads flags, file and
 environment, and hands over.
 
 Nothing heavy is imported before a command is known: `kvasir --help` is quick, and `kvasir gateway` needs no torch.
@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
 from gateway.client.arguments import add_parser as add_batch_parser
-from gateway.client.arguments import add_purge_parser, add_reload_parser, add_replicas_parser
+from gateway.client.arguments import add_purge_parser, add_reload_parser, add_replicas_parser, add_top_parser
 from gateway.config import REPLICA_FLAG, Settings, replica_of_flag
 from gateway.guard import terminate_at_eof
 from gateway.logs import flush, set_up
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("RUST_BACKTRACE", "0")  # of a panic, which native.py logs in one line
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser(show_all="--help-all" in arguments).parse_args(arguments)
-    if options.command in ("batch", "purge", "reload", "replicas"):
+    if options.command in ("batch", "purge", "reload", "replicas", "top"):
         return _client(options)
     config = options.config or os.environ.get(CONFIG_VARIABLE)
     flags = {path: getattr(options, path, None) for path in _paths()}
@@ -121,9 +121,8 @@ def guarded(command: str, work: Callable[[], int]) -> int:
 def _client(options: argparse.Namespace) -> int:
     from gateway.client import commands
 
-    run = {"purge": commands.purge, "reload": commands.reload, "replicas": commands.replicas}.get(
-        options.command, commands.run
-    )
+    own = {"purge": commands.purge, "reload": commands.reload, "replicas": commands.replicas, "top": commands.top}
+    run = own.get(options.command, commands.run)
     try:
         return run(options, os.environ)
     except KeyboardInterrupt:
@@ -204,6 +203,7 @@ def _parser(*, show_all: bool = False) -> argparse.ArgumentParser:
     add_purge_parser(commands)
     add_reload_parser(commands)
     add_replicas_parser(commands)
+    add_top_parser(commands)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The arguments of `kvasir batch`, `purge`, `reload` and `replicas`. Imports nothing heavy: they are in the help
+"""The arguments of `kvasir batch`, `purge`, `reload`, `replicas` and `top`. Imports nothing heavy: they are in the help
 texts of `kvasir`."""
 
 from __future__ import annotations
@@ -55,6 +55,15 @@ def add_reload_parser(commands: Any) -> None:
     """The command `reload`."""
     text = "have a running gateway read its settings again: tenants, keys, limits, prices, upstreams, aliases"
     _add_admin(commands.add_parser("reload", help=text, description=text, allow_abbrev=False))
+
+
+def add_top_parser(commands: Any) -> None:
+    """The command `top`."""
+    text = "show what a running gateway does and saves, live; q ends it"
+    top = commands.add_parser("top", help=text, description=text, allow_abbrev=False)
+    top.add_argument("--span", choices=("hour", "day", "month"), default="hour", help="looked back at. Default: hour")
+    top.add_argument("--once", action="store_true", help="print it once, as where output is no terminal")
+    _add_admin(top)
 
 
 def add_replicas_parser(commands: Any) -> None:

@@ -103,6 +103,13 @@ class Client:
             raise BatchCommandError(answer["error"]["message"], BAD_INPUT)
         return answer
 
+    async def overview(self, span: str) -> dict[str, Any]:
+        """Raises BatchCommandError also for what is no overview."""
+        answer = await self._json("GET", "/admin/overview", params={"span": span})
+        if "totals" not in answer:
+            raise BatchCommandError("what answered has no overview")
+        return answer
+
     async def replicas(self, method: str, path: str = "", **options: Any) -> dict[str, Any]:
         """What the gateway answers about its replicas, or to a change of them."""
         return await self._json(method, f"/admin/replicas{path}", **options)

@@ -1,4 +1,4 @@
-"""What `kvasir batch`, `kvasir purge`, `kvasir reload` and `kvasir replicas` do."""
+"""What `kvasir batch`, `kvasir purge`, `kvasir reload`, `kvasir replicas` and `kvasir top` do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gateway.client.arguments import ADDED, DEFAULT_URL, KEY_VARIABLE, URL_VARIA
 from gateway.client.client import BAD_INPUT, FAILED, BatchCommandError, Client, PassingError
 from gateway.client.files import check_file, writing
 from gateway.client.progress import Progress, details, list_row
+from gateway.client.top import top as show_top
 
 ENDS: Final = ("completed", "failed", "expired", "cancelled")
 MISSED_POLLS: Final = 30
@@ -189,6 +190,16 @@ async def _reload(client: Client) -> int:
     if not (answer["changed"] or answer["needs_restart"]):
         _say("nothing has changed")
     return 0
+
+
+def top(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Returns the exit status."""
+    url = options.url or environ.get(URL_VARIABLE) or DEFAULT_URL
+
+    async def show(client: Client) -> int:
+        return await show_top(client, url, options.span, once=options.once)
+
+    return _with_client("top", options.url, environ, environ.get(options.api_key_env, ""), show)
 
 
 def replicas(options: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
+from gateway.client.screen import clean
+
 SHOWN_ERRORS: Final = 10
 
 _FILES: Final = (("input", "input_file_id"), ("output", "output_file_id"), ("errors", "error_file_id"))
@@ -38,11 +40,9 @@ def line(batch: dict[str, Any]) -> str:
 
 
 def list_row(batch: dict[str, Any]) -> str:
-    """When it was created, in UTC, and for which model, if that is known. A client chose the model's name: what a
-    terminal would act upon is escaped."""
+    """When it was created, in UTC, and for which model, if that is known."""
     created = datetime.fromtimestamp(batch["created_at"], UTC).strftime("%Y-%m-%d %H:%M")
-    model = "".join([one if one.isprintable() else ascii(one)[1:-1] for one in batch["model"] or "-"])
-    return f"{created}  {model}  {line(batch)}"
+    return f"{created}  {clean(batch['model'] or '-')}  {line(batch)}"
 
 
 def details(batch: dict[str, Any]) -> str:

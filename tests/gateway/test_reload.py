@@ -168,7 +168,7 @@ async def test_limits_of_all_and_of_one_change_and_what_was_taken_is_given_back(
         await until(none_left, LIMIT_S)
 
 
-async def test_an_upstream_comes_changes_and_goes_and_a_stream_of_the_old_one_ends(tmp_path: Path) -> None:
+async def test_an_upstream_comes_changes_and_goes(tmp_path: Path) -> None:
     async with upstream() as other, running(tmp_path) as gateway:
         more = f"""
             [[upstreams]]
