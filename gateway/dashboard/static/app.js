@@ -21,6 +21,9 @@ const PAGES = [
   ["overview", "Overview"],
   ["engines", "Engines"],
   ["requests", "Requests"],
+  ["cache", "Response cache"],
+  ["batches", "Batches"],
+  ["playground", "Playground"],
 ];
 
 const byId = (id) => document.getElementById(id);
