@@ -20,6 +20,8 @@ from redis.asyncio import Redis
 from engine.config import ConfigError
 from gateway.admin.accounting import audit_entry
 from gateway.admin.audit import AuditLog
+from gateway.admin.requests import COLUMNS as LATELY
+from gateway.admin.requests import MOST
 from gateway.admin.sources import EngineState, EngineStatus, Sources, Total, no_others
 from gateway.api.descriptors import REFUSED
 from gateway.api.gemini import content_store
@@ -35,7 +37,9 @@ from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
-from gateway.ledger.books import MemoryBook, RedisBook
+from gateway.ledger.base import COLUMNS
+from gateway.ledger.books import Book, MemoryBook, RedisBook
+from gateway.ledger.history import SPANS, History
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
 from gateway.limits.counters import MemoryCounters, RedisCounters, SharedCounters
@@ -64,6 +68,7 @@ from gateway.storage.claims import RedisClaims
 from gateway.storage.memory_bytes import MemoryBytes
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import RedisCalls, connect, unreadable
+from gateway.storage.ring import Ring
 from gateway.types import Trace
 from gateway.upstreams.cached_prefixes import ALONE, Shared
 from gateway.upstreams.cached_prefixes import STORE as PREFIXES
@@ -157,7 +162,9 @@ class Gateway:
         self.responses = ResponseStore(self._bytes("responses", settings.stored_responses))
         prices = self.prices = Prices(settings.prices, settings.batches.price, self._hosts())
         book = MemoryBook() if (calls := self._calls()) is None else RedisBook(calls)
-        self.ledger = Ledger(settings.ledger, prices, book, time.time)
+        self.history = History({name: self._history_book(name) for name in SPANS}, time.time)
+        self.requests = Ring("requests", MOST, self._calls())
+        self.ledger = Ledger(settings.ledger, prices, book, time.time, self.history.add_rows)
         lease_s, calls = settings.limits.lease_s, self._calls()
         counters = SharedCounters(
             None if calls is None else RedisCounters(calls, lease_s=lease_s), MemoryCounters(lease_s=lease_s)
@@ -221,6 +228,8 @@ class Gateway:
             engines=lambda: self.registry.engines,
             fleet=self.fleet,
             cost=self.prices.estimate,
+            history=self.history,
+            requests=self.requests,
             audit=self.audit,
             reload=lambda: self.reload(),
             sources=Sources(
@@ -282,6 +291,10 @@ class Gateway:
         """Where models are asked that may have a list price."""
         return (lambda model: self.upstreams.hosts(model)) if self.settings.ledger.list_prices else None
 
+    def _history_book(self, span: str) -> Book:
+        calls = self._calls()
+        return MemoryBook() if calls is None else RedisBook(calls, f"history.{span}", {*COLUMNS, *LATELY})
+
     def _shared_prefixes(self) -> Shared:
         """What gateways know of prefixes at upstreams."""
         if (calls := self._calls()) is None:
@@ -292,6 +305,7 @@ class Gateway:
 
     def _redis_figures(self) -> dict[str, Any]:
         return {
+            "configured": self.redis is not None,
             "up": self.redis is not None and self.breaker.up,
             "outages": self.breaker.outages,
             "unreadable": dict(unreadable),

@@ -210,6 +210,7 @@ class Pipeline:
             digests=prompt.digests if looked_up or (request.use_cache and request.lane == "batch") else b"",
             block_size=block_size,
             affinity=request.affinity,
+            route=request.trace.route if len(names) > 1 and request.lane == "online" else None,
         )
 
     def _predict(self, request: Request, sequence: RunningSequence, engine: Engine, ask: Ask) -> int | None:

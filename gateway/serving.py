@@ -23,7 +23,7 @@ from engine.compute.machine import choose_threads, usable_cores
 from gateway import tasks
 from gateway.admin.sources import no_others
 from gateway.api.descriptors import Site, raise_limit
-from gateway.api.routes import ADMIN, RUNNER, WARMING, app_runner
+from gateway.api.routes import ADMIN, LOG, RUNNER, WARMING, app_runner
 from gateway.app import REPLICA_VARIABLES, Gateway, replica_keys, upstream_keys, upstream_proxies
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses
@@ -128,6 +128,8 @@ async def serve(
         warming = app[WARMING]
         warming.start()
         stack.push_async_callback(warming.stop)
+        app[LOG].start()
+        stack.push_async_callback(app[LOG].close)
         if parent is not None:  # the port is open all the time, and this worker has it once it is as good as others
             await _same_engines(gateway, parent.place.joined, stop)
             port = await _listen(runner, settings, parent.sockets)
@@ -168,7 +170,7 @@ def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     """Closes the stages with the stack, last first."""
     stack.callback(gateway.prompts.close)
     stack.callback(gateway.embedder.close)
-    stages = (gateway.answers, gateway.index, gateway.ledger, gateway.files, gateway.limits)
+    stages = (gateway.answers, gateway.index, gateway.history, gateway.ledger, gateway.files, gateway.limits)
     for stage in (*stages, gateway.upstreams):
         stack.push_async_callback(stage.close)
     if gateway.batch_redis is not None:
@@ -181,8 +183,8 @@ def _start(gateway: Gateway) -> None:
     """Starts the background tasks of the stages."""
     if gateway.semantic_cache is not None:
         gateway.semantic_cache.start()
-    stages = (gateway.files, gateway.upstreams, gateway.ledger, gateway.limits, gateway.index, gateway.answers)
-    for stage in (*stages, gateway.registry):
+    stages = (gateway.files, gateway.upstreams, gateway.history, gateway.ledger, gateway.limits, gateway.index)
+    for stage in (*stages, gateway.answers, gateway.registry):
         stage.start()
 
 

@@ -38,6 +38,7 @@ FOUNDATION = {
     *("gateway.types", "gateway.errors", "gateway.tasks", "gateway.disk", "gateway.breaker"),
     *("gateway.storage.redis_calls", "gateway.storage.breaker", "gateway.storage.claims"),
     *("gateway.storage.byte_store", "gateway.storage.memory_bytes", "gateway.storage.redis_bytes"),
+    "gateway.storage.ring",
     *("gateway.config", "gateway.digests", "gateway.gate", "gateway.logs", "gateway.native"),
     "engine.protocol.frozen",
     *("engine.redis_url", "engine.redis_client"),
@@ -48,6 +49,7 @@ PROMISES = {
     "gateway.queues.batch.base",
     "gateway.queues.batch.store",
     "gateway.ledger.base",
+    "gateway.ledger.history",
     "gateway.responses.entries",
 }
 """Modules of a stage that its users call: values, Protocols, and classes that would only have a Protocol for copy."""

@@ -36,13 +36,13 @@ class Accounting:
 
     def finished(self, record: Record) -> None:
         """Only what reached an engine counts: who was refused has used nothing."""
-        self._account(record)
+        record.entry = self._account(record)
         for model, traces in record.spent:
             self._account(replace(record, model=model, traces=traces, embedded_tokens=0, total_ms=0.0))
 
-    def _account(self, record: Record) -> None:
+    def _account(self, record: Record) -> Entry | None:
         if record.tenant is None or record.model is None:
-            return
+            return None
         model, hits, prompts = record.model, list[Hit](), list[Trace]()
         prompt_tokens = cached_tokens = reused_tokens = completion_tokens = 0
         reused_ms, computed, upstream_computed, by_upstream = 0.0, False, False, False
@@ -62,29 +62,29 @@ class Accounting:
                     reused_tokens += trace.cached_tokens
                     reused_ms += self._reused_ms(model, trace) if trace.cached_tokens else 0.0
         if not (computed or hits or completion_tokens or record.embedded_tokens):
-            return
-        self._add(
-            Entry(
-                tenant=record.tenant,
-                model=model,
-                lane=record.lane,
-                prompt_tokens=prompt_tokens,
-                cached_tokens=cached_tokens,
-                writes=_writes(prompts) if record.dialect.tells_writes or by_upstream else (),
-                completion_tokens=completion_tokens,
-                embedded_tokens=record.embedded_tokens,
-                total_ms=record.total_ms,
-                reused_tokens=reused_tokens,
-                reused_ms=reused_ms,
-                reused_by="upstream" if upstream_computed else "prefix",
-                created_tokens=sum(trace.created[1] for trace in prompts),
-                storage_token_s=sum(trace.storage_token_s for trace in prompts),
-                by_upstream=by_upstream,
-                hits=tuple(hits),
-            )
+            return None
+        entry = Entry(
+            tenant=record.tenant,
+            model=model,
+            lane=record.lane,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            writes=_writes(prompts) if record.dialect.tells_writes or by_upstream else (),
+            completion_tokens=completion_tokens,
+            embedded_tokens=record.embedded_tokens,
+            total_ms=record.total_ms,
+            reused_tokens=reused_tokens,
+            reused_ms=reused_ms,
+            reused_by="upstream" if upstream_computed else "prefix",
+            created_tokens=sum(trace.created[1] for trace in prompts),
+            storage_token_s=sum(trace.storage_token_s for trace in prompts),
+            by_upstream=by_upstream,
+            hits=tuple(hits),
         )
+        self._add(entry)
         for trace in prompts:
             self._note(model, trace)
+        return entry
 
     def _reused_ms(self, model: str, trace: Trace) -> float:
         """What computing its cached tokens would have taken."""

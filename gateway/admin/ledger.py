@@ -126,21 +126,21 @@ def totals_json(by_currency: Mapping[str, Figures]) -> dict[str, Any]:
         "used": {
             **{name: total.get(name, 0) for name in _TOKENS},
             "ms": total.get("micros", 0) / 1e3,
-            "cost": _money(by_currency, "cost_nano"),
+            "cost": money_of(by_currency, "cost_nano"),
         },
         "saved": {
             saver: {
                 "requests": total.get(f"{saver}_requests", 0),
                 "tokens": total.get(f"{saver}_tokens", 0),
                 "ms": total.get(f"{saver}_micros", 0) / 1e3,
-                "money": _money(by_currency, f"{saver}_nano"),
+                "money": money_of(by_currency, f"{saver}_nano"),
             }
             for saver in SAVERS
         },
         "hints": {
             "storage_token_s": total.get("storage_token_s", 0),
-            "storage_money": _money(by_currency, "storage_nano"),
-            "money": _money(by_currency, "hints_nano"),
+            "storage_money": money_of(by_currency, "storage_nano"),
+            "money": money_of(by_currency, "hints_nano"),
         },
     }
 
@@ -180,7 +180,7 @@ def _is_money(column: str) -> bool:
     return column == "cost" or column.endswith("_money")
 
 
-def _money(by_currency: Mapping[str, Figures], column: str) -> dict[str, str] | None:
+def money_of(by_currency: Mapping[str, Figures], column: str) -> dict[str, str] | None:
     """None where no price is known."""
     priced = sorted(currency for currency in by_currency if currency)
     return {one: _decimal(by_currency[one].get(column, 0)) for one in priced} or None

@@ -51,6 +51,14 @@ class Ledger(Protocol):
         """Counts it, today. Never raises."""
         ...
 
+    def priced(self, entry: Entry) -> tuple[str, Figures]:
+        """Its currency and figures, by itself."""
+        ...
+
+    async def flush(self) -> bool:
+        """Whether all that was added is written. Never raises."""
+        ...
+
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
         """The rows of these days. Raises RedisDownError."""
         ...

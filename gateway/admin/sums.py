@@ -170,6 +170,12 @@ class _Ledger:
     def add(self, entry: Entry) -> None:
         self._own.add(entry)
 
+    def priced(self, entry: Entry) -> tuple[str, Figures]:
+        return self._own.priced(entry)
+
+    async def flush(self) -> bool:
+        return await self._own.flush()
+
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
         return await self._own.read(first, last)
 

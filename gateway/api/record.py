@@ -20,6 +20,7 @@ from gateway.api.dialect import Dialect
 from gateway.api.unknown_fields import HEADER as IGNORED_FIELDS
 from gateway.api.unknown_fields import IgnoredFields
 from gateway.errors import KvasirError
+from gateway.ledger.base import Entry
 from gateway.limits.limits import Hold
 from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage
 
@@ -102,6 +103,7 @@ class Record:
     status: int = 0  # what the client got, or would have got had the first byte not been sent
     error: str = ""  # why the gateway refused or failed it, as `failed` names it
     total_ms: float = 0.0
+    entry: Entry | None = None  # of the ledger, once it is over
 
     @property
     def trace(self) -> Trace:

@@ -20,9 +20,11 @@ from gateway.admin.cache import CachePages
 from gateway.admin.handlers import Admin
 from gateway.admin.ledger import LedgerPage
 from gateway.admin.metrics import Metrics
+from gateway.admin.overview import Overview, OverviewPages
 from gateway.admin.purge import Engine, PurgePage
 from gateway.admin.reload import ReloadPage
 from gateway.admin.replicas import Fleet, ReplicaPages
+from gateway.admin.requests import RequestLog, RequestPages
 from gateway.admin.session import SessionPages
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import LoopLag
@@ -70,12 +72,14 @@ from gateway.api.unknown_fields import RefusingTenants
 from gateway.api.warming import Audited, Claims, Warming, warm_targets
 from gateway.config import Reloaded, ServerSettings, Settings
 from gateway.files.store import FileStore
+from gateway.ledger.history import History
 from gateway.limits.limits import TenantLimits
 from gateway.pipeline import Pipeline
 from gateway.queues.batch.store import BatchStore
 from gateway.responses.entries import Answers
 from gateway.stages import Prompts, Registry
 from gateway.storage.byte_store import ByteStore
+from gateway.storage.ring import Ring
 from gateway.types import ANONYMOUS, Replay
 
 ROUTES: web.AppKey[Mapping[str, Sequence[Route]]] = web.AppKey("routes", Mapping)
@@ -92,6 +96,9 @@ WARMING: web.AppKey[Warming] = web.AppKey("warming", Warming)
 
 USE: web.AppKey[Callable[[Settings], None]] = web.AppKey("use")
 """Uses changed tenants, keys, namespaces and aliases from now on. Never fails."""
+
+LOG: web.AppKey[RequestLog] = web.AppKey("log", RequestLog)
+"""Writes the latest requests down, once it is started."""
 
 REPLAYS: Final[Mapping[str, Replay]] = {
     "/v1/chat/completions": ChatReplay(),
@@ -123,6 +130,8 @@ def build_app(
     engines: Callable[[], Sequence[Engine]],
     fleet: Fleet,
     sources: Sources,
+    history: History,
+    requests: Ring,
     cost: Callable[[str, int, int], int | None],
     audit: AuditLog,
     reload: Callable[[], Awaitable[Reloaded]],
@@ -143,6 +152,7 @@ def build_app(
     engines        all that are known, for a purge of their blocks
     fleet          of /admin/replicas
     cost           of so many tokens of prompt and answer of a model, for aliases
+    history, requests  what happened lately: figures by steps of time, and single requests
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
     audit          has the changes of admins
     reload         reads the settings again, and uses them by `app[USE]` among others
@@ -160,7 +170,10 @@ def build_app(
     sources = replace(sources, aliases=router.figures)
     metrics = Metrics(sources)
     admin = Admin(sources, metrics)
-    observer = Observers(metrics, router, Accounting(sources.ledger.add, sources.prefill_tokens_per_s))
+    log = RequestLog(requests, history.add, sources.ledger.priced, now)
+    accounting = Accounting(sources.ledger.add, sources.prefill_tokens_per_s)
+    observer = Observers(metrics, router, accounting, log)
+    overview = OverviewPages(Overview(history, sources.ledger, log, admin.figures, now), log)
     refuses_unknown = RefusingTenants(settings.api, settings.tenants)
     resends = ResendCache(_resend_bytes(settings), models, passthrough.serves, limits)
     prologue = Prologue(server, keys, limits, resends, passthrough, router, refuses_unknown, audit)
@@ -209,6 +222,8 @@ def build_app(
             *dashboard.routes(),
             *SessionPages(keys, now).routes(),
             *LedgerPage(sources.ledger, now).routes(),
+            *overview.routes(),
+            *RequestPages(log).routes(),
             *CachePages(answers, now, content=settings.auth.admin_content).routes(),
             *purge.routes(),
             *ReplicaPages(fleet, admin.figures).routes(),
@@ -254,6 +269,8 @@ def build_app(
     app.on_shutdown.append(lambda _: background.shut_down())
     app.on_cleanup.append(lambda _: background.close())
     app.on_shutdown.append(lambda _: kept.close())
+    app[LOG] = log
+    app.on_shutdown.append(overview.close)
     # A download would also be sent for a HEAD.
     downloads = {route.path for own in docs.routes.values() for route in own if not CHUNKED.isdisjoint(route.media)}
     for (method, path), handler in prologue.handlers(docs.routes).items():

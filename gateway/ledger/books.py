@@ -1,5 +1,6 @@
-"""Where rows of the ledger are: in Redis, in which all gateways add up, or in the memory of one. In Redis a day is one
-hash without a time to live: a Redis that is full evicts what has one. Keys are in one slot of a cluster.
+"""Where rows of the ledger and of the history are: in Redis, in which all gateways add up, or in the memory of one. In
+Redis a day, or a step of the history, is one hash without a time to live: a Redis that is full evicts what has one.
+Keys of a book are in one slot of a cluster.
 
     kvasir:{ledger}:2026-11-22    hash: tenant|model|lane|currency|column, each quoted as in a URL -> a whole number
     kvasir:{ledger}.days          set: the days that there are
@@ -8,7 +9,7 @@ hash without a time to live: a Redis that is full evicts what has one. Keys are 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Container, Mapping, Sequence
 from datetime import date
 from functools import partial
 from typing import Any, Final, Protocol
@@ -24,9 +25,7 @@ READ_AT_ONCE: Final = 2000
 """Fields of a day that are read in one command, so that others have their turn."""
 
 _STORE: Final = "rows of the ledger"
-_DAY: Final = "kvasir:{ledger}:"
-_DAYS: Final = "kvasir:{ledger}.days"
-_ADDED: Final = "kvasir:{ledger}.added:"
+_STEP_DIGITS: Final = 10
 
 
 class Book(Protocol):
@@ -68,9 +67,12 @@ class MemoryBook:
 class RedisBook:
     """See Book."""
 
-    def __init__(self, calls: RedisCalls) -> None:
+    def __init__(self, calls: RedisCalls, name: str = "ledger", columns: Container[str] = COLUMNS) -> None:
+        """`name` is that of the keys. A newer gateway may count more than `columns`."""
         self._redis = calls.redis
         self._calls = calls
+        self._columns = columns
+        self._day, self._names, self._added = (f"kvasir:{{{name}}}{end}" for end in (":", ".days", ".added:"))
         self._add = calls.script(__package__, "add.lua")
 
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
@@ -81,7 +83,7 @@ class RedisBook:
             head = "|".join(quote(part, safe="") for part in row[1:])
             for column, value in figures.items():
                 arguments += [places[row.day], f"{head}|{column}", value]
-        keys = [_ADDED + number, _DAYS, *(_DAY + day for day in days)]
+        keys = [self._added + number, self._names, *(self._day + day for day in days)]
         return int(await self._calls.ask(self._add(keys=keys, args=arguments)))
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
@@ -94,27 +96,30 @@ class RedisBook:
     async def forget(self, before: str) -> None:
         for day in await self._days():
             if day < before:
-                await self._calls.ask(self._redis.unlink(_DAY + day))
-                await self._calls.ask(self._redis.srem(_DAYS, day))
+                await self._calls.ask(self._redis.unlink(self._day + day))
+                await self._calls.ask(self._redis.srem(self._names, day))
 
     async def _days(self) -> list[str]:
-        found: Any = await self._calls.ask_or_skip(_STORE, self._redis.smembers(_DAYS), set())
+        found: Any = await self._calls.ask_or_skip(_STORE, self._redis.smembers(self._names), set())
         days = (read_or_skip(_STORE, partial(_day, day)) for day in found)
         return sorted(day for day in days if day is not None)
 
     async def _read(self, day: str, rows: dict[Row, Figures]) -> None:
         cursor: Any = None
         while cursor != 0:
-            scan: Awaitable[Any] = self._redis.hscan(_DAY + day, cursor or 0, count=READ_AT_ONCE)
+            scan: Awaitable[Any] = self._redis.hscan(self._day + day, cursor or 0, count=READ_AT_ONCE)
             cursor, fields = await self._calls.ask_or_skip(_STORE, scan, (0, {}))
             for item in fields.items():
                 read = read_or_skip(_STORE, partial(_figure, day, *item))
-                if read is not None and read[1] in COLUMNS:  # a newer gateway may count more
+                if read is not None and read[1] in self._columns:
                     rows.setdefault(read[0], {})[read[1]] = read[2]
 
 
 def _day(written: bytes) -> str:
-    return date.fromisoformat(written.decode()).isoformat()
+    text = written.decode()
+    if len(text) == _STEP_DIGITS and text.isascii() and text.isdigit():
+        return text
+    return date.fromisoformat(text).isoformat()
 
 
 def _figure(day: str, field: bytes, value: bytes) -> tuple[Row, str, int]:

@@ -33,8 +33,16 @@ ROWS_AT_ONCE: Final = 500
 class Ledger:
     """`add` never waits and never raises."""
 
-    def __init__(self, settings: LedgerSettings, prices: Prices, book: Book, now: Callable[[], float]) -> None:
-        """`now` is in seconds since 1970."""
+    def __init__(
+        self,
+        settings: LedgerSettings,
+        prices: Prices,
+        book: Book,
+        now: Callable[[], float],
+        taken: Callable[[Sequence[tuple[Row, Figures]]], None] = lambda _: None,
+    ) -> None:
+        """`now` is in seconds since 1970. `taken` gets the rows that are written, once."""
+        self._taken = taken
         self._settings = settings
         self._prices = prices
         self._book = book
@@ -76,6 +84,12 @@ class Ledger:
             self.dropped += 1
             return
         count(entry, tariff, self._rows.setdefault(row, {}))
+
+    def priced(self, entry: Entry) -> tuple[str, Figures]:
+        """What an entry comes to by itself, and its currency; none where its model has no price."""
+        tariff, figures = self._prices.of(entry.model, entry.by_upstream), Figures()
+        count(entry, tariff, figures)
+        return tariff.currency if tariff else "", figures
 
     def start(self) -> None:
         """Begins to write every `flush_s`."""
@@ -120,6 +134,7 @@ class Ledger:
         """Makes batches of the rows, which keep their numbers from now on."""
         rows = list(self._rows.items())
         self._rows = {}
+        self._taken(rows)
         for row, counted in rows:
             self._total(self._totals, row, counted)
         for start in range(0, len(rows), ROWS_AT_ONCE):

@@ -123,6 +123,8 @@ class EngineQueue(Generic[E]):
                 continue
             slots = engine_slots[engine.hello.incarnation]
             has_slot = slots.incarnation in open_slots or self._may_pass(waiter, slots, snapshot)
+            if has_slot:
+                snapshot.tell(waiter.ask)
             snapshot.add(slots.incarnation, waiter.ask)
             held_back += not has_slot and bool(closed)
             if has_slot:

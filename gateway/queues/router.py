@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from heapq import nsmallest
 from typing import Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Lane, Load
 from engine.protocol.frozen import dataclass
-from gateway.types import Ask
+from gateway.types import Ask, Candidate
 
 ASSUMED_COMPLETION_TOKENS: Final = 128
 """Tokens that a sequence is taken to generate."""
@@ -35,6 +36,10 @@ ASSUMED_DECODE_TOKENS_PER_S: Final = 100.0
 ALIKE: Final = 4.0
 """Engines whose rates differ by less than this factor from the mean are taken to be equally quick: a rate also depends
 on how long the last prompts were. Believing it let engines stand idle and made every figure worse."""
+
+
+MAX_CANDIDATES: Final = 8
+"""Engines that a request is told it might have had, the best ones."""
 
 
 class Engine(Protocol):
@@ -59,6 +64,8 @@ class Engine(Protocol):
 
 
 E = TypeVar("E", bound=Engine)
+
+_Rank = tuple[float, float, str, str]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +93,7 @@ class LoadSnapshot(Generic[E]):
         rates = _levelled([load.prefill_tokens_per_s for load in loads], ASSUMED_TOKENS_PER_S)
         self.tokens_per_s = max(rates) if rates else ASSUMED_TOKENS_PER_S
         self._outlooks: dict[str, _Outlook[E]] = {}
+        self._ranks: list[tuple[_Rank, _Outlook[E]]] = []  # of the last choice
         for slots, load, rate in zip(engine_slots, loads, rates, strict=True):
             if not load.draining:
                 outlook = _Outlook(slots, load, rate, lane)
@@ -94,7 +102,7 @@ class LoadSnapshot(Generic[E]):
     def choose(self, ask: Ask, closed: Collection[str] = ()) -> E | None:
         """The engine with the least score; None when there is none that it may be. One that is `closed` only where
         there is no other."""
-        outlooks = self._outlooks
+        outlooks, self._ranks = self._outlooks, []
         if ask.only is not None:
             return outlooks[ask.only].engine if ask.only in outlooks else None
         possible = list(outlooks.values())
@@ -103,7 +111,19 @@ class LoadSnapshot(Generic[E]):
                 possible = [outlook for outlook in possible if outlook.incarnation not in avoided] or possible
         if len(possible) < 2:
             return possible[0].engine if possible else None
-        return min(possible, key=lambda outlook: self._rank(outlook, ask)).engine
+        self._ranks = [(self._rank(outlook, ask), outlook) for outlook in possible]
+        return min(self._ranks, key=_rank_of)[1].engine
+
+    def tell(self, ask: Ask) -> None:
+        """Which engines there were, to the request for which `choose` was called last, as it was then."""
+        if ask.route is not None:
+            best = nsmallest(MAX_CANDIDATES, self._ranks, key=_rank_of)
+            ask.route[:] = [self._candidate(*one, ask, one is best[0]) for one in best]
+
+    def _candidate(self, rank: _Rank, outlook: _Outlook[E], ask: Ask, chosen: bool) -> Candidate:
+        score_s, cached = rank[0], ask.cached_tokens.get(outlook.incarnation, 0)
+        own_s = _own_tokens(ask, outlook.incarnation) / outlook.tokens_per_s
+        return Candidate(outlook.engine.name, cached, score_s - PREFILL_WEIGHT * own_s, score_s, chosen)
 
     def score_s(self, incarnation: str, ask: Ask) -> float:
         """Seconds until the first token, with the own prefill weighted."""
@@ -144,11 +164,15 @@ class LoadSnapshot(Generic[E]):
         """Seconds of an engine's time for so many tokens."""
         return tokens / self.tokens_per_s
 
-    def _rank(self, outlook: _Outlook[E], ask: Ask) -> tuple[float, float, str, str]:
+    def _rank(self, outlook: _Outlook[E], ask: Ask) -> _Rank:
         own_s = _own_tokens(ask, outlook.incarnation) / outlook.tokens_per_s
         score_s = outlook.wait_s() + PREFILL_WEIGHT * own_s
         even = _rendezvous(ask.affinity, outlook.incarnation) if ask.affinity else outlook.given
         return score_s, even, outlook.engine.name, outlook.incarnation
+
+
+def _rank_of(one: tuple[_Rank, object]) -> _Rank:
+    return one[0]
 
 
 class _Outlook(Generic[E]):

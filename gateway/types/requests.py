@@ -132,11 +132,28 @@ class Repeat(NamedTuple):
     again: Callable[[], Lookup | None]
 
 
+class Candidate(NamedTuple):
+    """An engine that might have had a request, as the router saw it: the least score wins.
+
+    wait_s   until what is in front of the request is done
+    score_s  that, and its own prefill, weighted
+    """
+
+    engine: str
+    cached_tokens: int
+    wait_s: float
+    score_s: float
+    chosen: bool
+
+
 @dataclass(slots=True)
 class Trace:
     """What happened to a request, filled in by the pipeline; the log line, the metrics and the headers read it."""
 
     engine: str | None = None
+    route: list[Candidate] = field(
+        default_factory=list
+    )  # engines that it might have had, the one that it got among them
     shared: Trace | None = None  # of the work whose answer it waits for, together with other requests
     hit: Hit | None = None  # then nothing was computed for it, but for `paid_tokens`
     fork: bool = False  # its prompt is accounted for with another answer's
@@ -257,6 +274,7 @@ class Ask:
     block_size     tokens of each
     affinity       of engines that would have the first token at the same time, requests with the same one choose the
                    same, at every gateway; empty: the one that was given less
+    route          gets the best engines that there were when it got its own; None: nobody wants to know
     """
 
     tenant: str
@@ -272,3 +290,4 @@ class Ask:
     digests: bytes = b""
     block_size: int = 0
     affinity: str = ""
+    route: list[Candidate] | None = field(default=None, compare=False)

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from gateway.admin.audit import AuditLog
 from gateway.admin.purge import Engine
+from gateway.admin.requests import MOST
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.descriptors import REFUSED, Site
 from gateway.api.gemini.content_store import ContentStore
@@ -54,6 +55,7 @@ from gateway.errors import BadRequestError
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.ledger.books import MemoryBook
+from gateway.ledger.history import SPANS, History
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
 from gateway.limits.counters import MemoryCounters, SharedCounters
@@ -72,6 +74,7 @@ from gateway.responses.stored_answers import StoredAnswers
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.storage.byte_store import ByteStore, Quota
 from gateway.storage.memory_bytes import MemoryBytes
+from gateway.storage.ring import Ring
 from gateway.upstreams.stage import Upstreams
 from tests.fakes.answers import FakeAnswers
 from tests.fakes.embedding import no_embedder
@@ -174,6 +177,8 @@ class Options:
     gemini: GeminiSettings = field(default_factory=GeminiSettings)
     now: Callable[[], float] = time.time
     prices: Sequence[PriceSettings] = ()
+    history: History | None = None
+    requests: Ring | None = None
     rendered_bytes: int = 1 << 20
     answers: Answers = field(default_factory=FakeAnswers)
     engines: Sequence[Engine] = (FakePurged("engine-1"),)
@@ -222,8 +227,9 @@ def make_app(
     given = given or Options()
     files = files or make_files(given.files, Path("/nowhere"), given.now)
     queue = given.queue or idle_queue()
+    history = given.history or History({name: MemoryBook() for name in SPANS}, given.now)
     ledger = given.ledger or Ledger(
-        LedgerSettings(), Prices(given.prices, given.batches.price), MemoryBook(), given.now
+        LedgerSettings(), Prices(given.prices, given.batches.price), MemoryBook(), given.now, history.add_rows
     )
     limits = given.limits = given.limits or limits_of(given)
     upstreams = upstreams or Upstreams(given.upstreams, {})
@@ -253,6 +259,8 @@ def make_app(
         fleet=given.fleet or no_fleet(),
         cost=Prices(given.prices, 1.0).estimate,
         reload=no_reload,
+        history=history,
+        requests=given.requests or Ring("requests", MOST, None),
         audit=AuditLog(audit or Path("/nowhere"), given.now),
         sources=Sources(
             refresh=_nothing_to_fetch,

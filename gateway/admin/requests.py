@@ -1,0 +1,326 @@
+"""The latest requests of all gateways, without their texts: GET /admin/requests, and the life of one.
+
+An Observer of the middleware notes each request that was admitted as it ends, in one tuple. Every second these become
+rows: JSON in a ring that all gateways share, and figures of the history. Nothing of it is done while a request waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+import orjson
+from aiohttp import web
+
+from gateway import tasks
+from gateway.admin.ledger import money_of
+from gateway.api.dialect import Route
+from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
+from gateway.api.record import CLIENT_LEFT, ChosenTarget, Record
+from gateway.api.replies import reply_json
+from gateway.errors import NotFoundError
+from gateway.ledger.base import Entry, Figures
+from gateway.storage.ring import Ring
+from gateway.types import Trace
+
+MOST: Final = 2000
+"""Requests that are kept."""
+
+WRITE_S: Final = 1.0
+"""From one write to the next."""
+
+MAX_PENDING: Final = 20_000
+"""Requests of one process that are not written yet; of more, the oldest are left out of the ring and the history."""
+
+MAX_CHARS: Final = 200
+"""Of a text of a row; names of models may be a client's own."""
+
+HITS: Final = ("exact", "shared", "semantic", "prefix", "miss")
+"""What answered: the response cache, an answer that was being generated, one that means the same; of what was
+generated, whether a part of its prompt was cached, by an engine or an upstream."""
+
+_QUERY: Final = {
+    one.name: one
+    for one in (
+        Parameter("tenant", text(), "string", "Only this tenant."),
+        Parameter("model", text(), "string", "Only this model."),
+        Parameter("hit", choice(*HITS), "string", "Only requests that were answered in this way."),
+        Parameter("error", choice("any", "none"), "`any` or `none`", "Only those that failed, or that did not."),
+        Parameter("before", text(), "`row` of a request", "Only those that are older than this one."),
+        Parameter("limit", in_url(integer(1, MOST)), "integer 1 to 2000, default 100", "Requests of one page."),
+    )
+}
+DEFAULT_LIMIT: Final = 100
+_DETAIL: Final = (
+    *("overhead_ms", "retries", "finish", "lookup", "receipt", "lease", "target", "route", "segments", "stream"),
+)
+"""What only the life of one request has."""
+
+
+class Noted(NamedTuple):
+    """A request that is over, until it is a row. Of its record, what is needed; its trace goes on for a client that has
+    left."""
+
+    at_s: float
+    request_id: str
+    shown_id: str
+    tenant: str
+    model: str | None
+    endpoint: str
+    lane: str
+    status: int
+    error: str
+    total_ms: float
+    stream: bool
+    target: ChosenTarget | None
+    trace: Trace
+    entry: Entry | None
+
+
+class RequestLog:
+    """Notes requests, and writes them."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        count: Callable[[str, Figures], None],
+        priced: Callable[[Entry], tuple[str, Figures]],
+        now: Callable[[], float],
+        segments: Callable[[Trace], Sequence[Mapping[str, Any]]] = lambda _: (),
+    ) -> None:
+        """
+        ring      where rows are
+        count     adds figures to the history
+        priced    currency and figures of one entry
+        now       seconds since 1970
+        segments  of a prompt: hashes, never texts
+        """
+        self._ring = ring
+        self._count = count
+        self._priced = priced
+        self._now = now
+        self._segments = segments
+        self._noted: deque[Noted] = deque(maxlen=MAX_PENDING)
+        self._token = secrets.token_hex(6)
+        self._number = 0
+        self._writing = asyncio.Lock()
+        self._writer: asyncio.Task[None] | None = None
+
+    def started(self, record: Record) -> None:
+        """Nothing has happened yet."""
+
+    def finished(self, record: Record) -> None:
+        """Of requests that were admitted, those that want an answer of a model, or failed."""
+        if record.tenant is None or not (record.traces or record.embedded_tokens or record.status >= 400):
+            return
+        noted = Noted(
+            self._now(),
+            record.request_id,
+            record.shown_id,
+            record.tenant,
+            record.model,
+            record.endpoint,
+            record.lane,
+            record.status,
+            record.error,
+            record.total_ms,
+            record.stream,
+            record.target,
+            record.trace,
+            record.entry,
+        )
+        self._noted.append(noted)
+
+    def start(self) -> None:
+        self._writer = tasks.spawn(self._write(), name="write requests")
+
+    async def close(self) -> None:
+        await tasks.cancel(self._writer)
+        await self.flush()
+
+    async def _write(self) -> None:
+        while not tasks.was_cancelled():
+            await asyncio.sleep(WRITE_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Writes what was noted. Never raises."""
+        async with self._writing:
+            rows, figures = list[bytes](), Figures()
+            while self._noted:
+                noted = self._noted.popleft()
+                hit = hit_of(noted.trace, noted.status)
+                _add_figures(figures, noted, hit)
+                rows.append(orjson.dumps(self._row(noted, hit)))
+                if len(rows) % 100 == 0:
+                    await asyncio.sleep(0)
+            if figures:
+                self._count("", figures)
+            if rows:
+                await self._ring.push(rows)
+
+    async def read(self, most: int | None = None) -> tuple[list[dict[str, Any]], bool]:
+        """The newest rows of all gateways, and whether they are only what was last known."""
+        await self.flush()
+        found = await self._ring.read(most)
+        rows = []
+        for entry in found.entries:
+            with suppress(ValueError):
+                rows.append(row) if isinstance(row := orjson.loads(entry), dict) and "row" in row else None
+        return rows, found.stale
+
+    def _row(self, noted: Noted, hit: str) -> dict[str, Any]:
+        trace = noted.trace
+        self._number += 1
+        currency, figures = ("", Figures()) if noted.entry is None else self._priced(noted.entry)
+        lookup, target, lease = trace.lookup, noted.target, trace.lease
+        return {
+            "row": f"{self._token}-{self._number}",
+            "id": noted.request_id,
+            "shown_id": noted.shown_id,
+            "at_s": round(noted.at_s, 3),
+            "tenant": _short(noted.tenant),
+            "model": _short(noted.model),
+            "endpoint": noted.endpoint,
+            "lane": noted.lane,
+            "status": noted.status,
+            "error": _short(noted.error),
+            "hit": hit,
+            "prompt_tokens": trace.prompt_tokens,
+            "cached_tokens": trace.cached_tokens,
+            "completion_tokens": trace.completion_tokens,
+            "queue_ms": round(trace.queue_ms, 1),
+            "first_token_ms": None if trace.first_token_ms is None else round(trace.first_token_ms, 1),
+            "total_ms": round(noted.total_ms, 1),
+            "engine": _short(trace.engine),
+            "cost": money_of({currency: figures}, "cost_nano"),
+            "stream": noted.stream,
+            "overhead_ms": round(trace.overhead_ms, 2),
+            "retries": trace.retries,
+            "finish": trace.finish,
+            "lookup": lookup
+            and {"outcome": lookup.outcome, "reason": lookup.reason, "entry": lookup.entry, "age_s": lookup.age_s},
+            "receipt": {"predicted_tokens": trace.predicted_tokens, "cached_tokens": trace.cached_tokens},
+            "lease": lease and lease.state,
+            "target": target
+            and {"alias": target.alias, "policy": target.policy, "model": target.model, "reason": target.reason},
+            "route": [
+                {
+                    "engine": one.engine,
+                    "cached_tokens": one.cached_tokens,
+                    "wait_ms": round(one.wait_s * 1e3, 1),
+                    "score_ms": round(one.score_s * 1e3, 1),
+                    "chosen": one.chosen,
+                }
+                for one in trace.route
+            ],
+            "segments": self._segments(trace),
+        }
+
+
+class RequestPages:
+    """Reads them."""
+
+    def __init__(self, log: RequestLog) -> None:
+        self._log = log
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("GET", "/admin/requests", self.show, "The latest 2,000 requests.", query=_QUERY, key="admin"),
+            Route("GET", "/admin/requests/{id}", self.show_one, "The life of one of them.", key="admin"),
+        ]
+
+    async def show(self, http: web.Request) -> web.Response:
+        """GET /admin/requests"""
+        query = read_query(http.query, _QUERY)
+        rows, stale = await self._log.read()
+        if (before := query.get("before")) is not None:
+            at = next((place for place, row in enumerate(rows) if row["row"] == before), len(rows))
+            rows = rows[at + 1 :]
+        limit = query.get("limit", DEFAULT_LIMIT)
+        found = [short(row) for row in rows if _wanted(row, query)]
+        return reply_json({"requests": found[:limit], "more": len(found) > limit, "kept": MOST, "stale": stale})
+
+    async def show_one(self, http: web.Request) -> web.Response:
+        """GET /admin/requests/{id}: the newest with this id, the gateway's own or the one that its client got."""
+        wanted = http.match_info["id"]
+        rows, stale = await self._log.read()
+        for row in rows:
+            if wanted in (row["row"], row.get("id"), row.get("shown_id")):
+                return reply_json({**row, "stale": stale})
+        raise NotFoundError("No such request among the latest 2,000.", code="request_not_found")
+
+
+def short(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the list."""
+    return {name: value for name, value in row.items() if name not in _DETAIL}
+
+
+def hit_of(trace: Trace, status: int) -> str:
+    """What answered; empty where nothing did."""
+    lookup = trace.lookup
+    if trace.hit is not None and lookup is not None and lookup.outcome in HITS:
+        return lookup.outcome
+    if trace.first_token_ms is None or (status >= 400 and status != CLIENT_LEFT):
+        return ""
+    return "prefix" if trace.cached_tokens else "miss"
+
+
+# -- figures of the history -------------------------------------------------------------------------------------------
+
+BUCKETS: Final = 96
+_LEAST_MS: Final = 0.1
+_A_DOUBLING: Final = 4
+"""Buckets in which a time doubles: a percentile is wrong by no more than 9%."""
+
+FIRST_TOKEN: Final = tuple(f"first_token_{number}" for number in range(BUCKETS))
+INTER_TOKEN: Final = tuple(f"inter_token_{number}" for number in range(BUCKETS))
+COLUMNS: Final = frozenset((*HITS, "ended", "errors", *FIRST_TOKEN, *INTER_TOKEN))
+"""Of the history, besides those of the ledger: how many ended, and of them failed or were answered by what; times by
+bucket."""
+
+
+def bucket(ms: float) -> int:
+    return min(BUCKETS - 1, max(0, round(_A_DOUBLING * math.log2(max(ms, _LEAST_MS) / _LEAST_MS))))
+
+
+def percentile(figures: Mapping[str, int], names: Sequence[str], share: float) -> float | None:
+    """Of the times in these buckets, in milliseconds."""
+    counts = [figures.get(name, 0) for name in names]
+    left = share * sum(counts)
+    if not any(counts):
+        return None
+    for number, count in enumerate(counts):
+        left -= count
+        if left <= 0 and count:
+            return float(f"{_LEAST_MS * 2 ** (number / _A_DOUBLING):.3g}")
+    return None
+
+
+def _add_figures(figures: Figures, noted: Noted, hit: str) -> None:
+    status, trace = noted.status, noted.trace
+    failed = status >= 400 and status != CLIENT_LEFT
+    columns = ["ended", *(["errors"] if failed else []), *([hit] if hit else [])]
+    if (first_ms := trace.first_token_ms) is not None and not failed:
+        columns.append(FIRST_TOKEN[bucket(first_ms)])
+        if trace.completion_tokens > 1 and trace.hit is None:
+            each_ms = (noted.total_ms - first_ms) / (trace.completion_tokens - 1)
+            columns.append(INTER_TOKEN[bucket(each_ms)])
+    for column in columns:
+        figures[column] = figures.get(column, 0) + 1
+
+
+def _short(name: str | None) -> str | None:
+    return None if name is None else name[:MAX_CHARS]
+
+
+def _wanted(row: Mapping[str, Any], query: Mapping[str, Any]) -> bool:
+    if any(query.get(name) not in (None, row.get(name)) for name in ("tenant", "model", "hit")):
+        return False
+    failed = bool(row.get("status", 0) >= 400)
+    return "error" not in query or failed == (query["error"] == "any")
