@@ -77,6 +77,9 @@ export async function begin(log_in) {
   return found;
 }
 
+/** Asks for the key, unless that is being done. */
+export const needKey = () => askForKey?.("ended");
+
 export async function session() {
   const answer = await once("GET", address("/admin/session"));
   if (!answer.ok) throw await words(answer);

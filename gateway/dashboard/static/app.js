@@ -119,7 +119,9 @@ let told = "";
 
 function wrong(overview) {
   const all = overview.wrong.map((one) => one.text);
-  if (overview.stale) all.unshift(`Redis is unreachable: what you see is the last known, of ${format.time(overview.as_of_s)}.`);
+  if (overview.stale) all.unshift(overview.as_of_s
+    ? `Redis is unreachable: what you see is the last known, of ${format.time(overview.as_of_s)}.`
+    : "Redis is unreachable, and nothing was known before.");
   const text = all.join("\n");
   if (text === told) return;
   if (text) say(`${all.length} ${all.length === 1 ? "thing is" : "things are"} wrong. ${all[0]}`);
@@ -142,6 +144,7 @@ async function askForKey(why) {
     title: "Log in",
     body: [
       el("p", {class: "muted"}, why ? "The session has ended. " : "", "This needs an admin key: one of ", el("code", null, "auth.admin_keys"), "."),
+      el("input", {type: "text", name: "username", value: "admin", autocomplete: "username", hidden: true}),  // for password managers
       field({label: "Admin key", name: "key", type: "password", required: true, autocomplete: "current-password", autofocus: true}),
     ],
     action: "Log in", closable: false,

@@ -1,6 +1,6 @@
 // Charts over time, drawn by uPlot, with a legend of our own and the same figures as a table.
 
-import {el, replace, table} from "./dom.js";
+import {el, refresh, replace, table} from "./dom.js";
 import * as format from "./format.js";
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -12,7 +12,7 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 export function chart({title, series, write, stacked = false, note = ""}) {
   const plot = el("div", {class: "plot", role: "img", "aria-label": `${title}: a chart; the same figures are in the table below it.`});
   const keys = el("ul", {class: "keys"});
-  const details = el("details", null, el("summary", {class: "small"}, "As a table"));
+  const rows = el("div"), details = el("details", null, el("summary", {class: "small"}, "As a table"), rows);
   const node = el("figure", {class: "card chart"},
     el("figcaption", null, el("h2", null, title), note && el("span", {class: "small muted"}, note)), keys, plot, details);
   let times = [], values = series.map(() => []), step_s = 60, drawn = null;
@@ -62,8 +62,10 @@ export function chart({title, series, write, stacked = false, note = ""}) {
       {label: "Time", header: true, value: (at) => format.step(times[at], step_s)},
       ...series.map((one, index) => ({label: one.label, number: true, value: (at) => write(values[index][at])})),
     ];
-    const rows = times.map((_, at) => at).filter((at) => values.some((own) => own[at])).reverse();
-    replace(details, details.firstChild, table({caption: title, columns, rows, hideCaption: true, empty: "Nothing in this time."}));
+    const full = times.map((_, at) => at).filter((at) => values.some((own) => own[at])).reverse();
+    const top = rows.firstChild?.scrollTop ?? 0;
+    refresh(rows, table({caption: title, columns, rows: full, hideCaption: true, empty: "Nothing in this time."}));
+    rows.firstChild.scrollTop = top;
   }
 
   details.addEventListener("toggle", fillTable);

@@ -41,6 +41,13 @@ export function replace(node, ...children) {
   return node;
 }
 
+/** The same for figures that come again and again: nothing changes while the focus or a selection is in there. */
+export function refresh(node, ...children) {
+  const selection = getSelection();
+  const busy = node.contains(document.activeElement) || (!selection.isCollapsed && node.contains(selection.anchorNode));
+  return busy ? node : replace(node, ...children);
+}
+
 /** A table that scrolls by itself on a narrow screen. columns: [{label, value: row => node or text, number: bool,
  *  header: bool (names the row), class}]; `hideCaption` leaves the caption to screen readers. */
 export function table({caption, columns, rows, hideCaption = false, empty = "Nothing to show."}) {
@@ -102,7 +109,11 @@ export function ask({title, body, action = "OK", danger = false, submit = () => 
       }
     });
     if (!closable) dialog.addEventListener("cancel", (event) => event.preventDefault());
-    dialog.addEventListener("close", () => { dialog.remove(); resolve(result); });
+    dialog.addEventListener("close", () => {
+      if (!closable && result === null) { dialog.showModal(); return; }  // a browser takes a second Escape for granted
+      dialog.remove();
+      resolve(result);
+    });
     document.body.append(dialog);
     dialog.showModal();
   });

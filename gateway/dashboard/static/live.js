@@ -1,6 +1,6 @@
 // One stream of server-sent events for all pages. It ends while the page is hidden, and begins again by itself.
 
-import {address, session} from "./api.js";
+import {address, needKey, session} from "./api.js";
 
 const LONGEST_MS = 30_000;
 const listeners = new Map();  // name of an event -> functions
@@ -55,8 +55,8 @@ async function lost() {
     wait_ms = Math.min(wait_ms * 2, LONGEST_MS);
     try {
       const {state} = await session();
-      if (state === "active" || state === "open") open();
-      else lost();
+      if (state === "none") await needKey();
+      open();
     } catch {
       lost();
     }

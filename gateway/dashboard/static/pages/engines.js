@@ -2,7 +2,7 @@
 // drained and removed. Below them the upstreams.
 
 import {bar, legend} from "../charts.js";
-import {ask, el, field, replace, table} from "../dom.js";
+import {ask, el, field, refresh, replace, table} from "../dom.js";
 
 export const title = "Engines and replicas";
 
@@ -34,7 +34,7 @@ export function render(root, {api, format, every, say}) {
     const {online, batch} = stats.queues;
     replace(summary, `${format.count(online.waiting)} online and ${format.count(batch.waiting)} batch requests wait for an engine`);
     const lacking = fleet.replicas.filter((one) => one.state === "unusable");
-    replace(unusable, lacking.length > 0 && el("div", {class: "card"}, table({
+    refresh(unusable, lacking.length > 0 && el("div", {class: "card"}, table({
       caption: "Added by another gateway, and of no use to this one", rows: lacking,
       columns: [{label: "Replica", header: true, value: (one) => one.name}, {label: "Why", class: "break", value: (one) => one.reason}],
     })));
@@ -58,7 +58,7 @@ export function render(root, {api, format, every, say}) {
       {label: "free", value: blocks.free, colour: "--c-bypass"},
     ];
     const pair = (name, ...value) => [el("dt", null, name), el("dd", null, value)];
-    replace(card.body,
+    refresh(card.body,
       replica?.reason && el("p", {class: "problem"}, replica.reason),
       blocks.total > 0 && el("div", {class: "stack tight"},
         bar(parts, blocks.total, {tall: true}),
@@ -151,7 +151,7 @@ export function render(root, {api, format, every, say}) {
 
   function showUpstreams(all) {
     const rows = Object.entries(all);
-    replace(upstreams, rows.length > 0 && el("div", {class: "card"}, table({
+    refresh(upstreams, rows.length > 0 && el("div", {class: "card"}, table({
       caption: "Upstreams", rows,
       columns: [
         {label: "Name", header: true, value: ([name]) => name},

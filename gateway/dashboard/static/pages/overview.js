@@ -1,7 +1,7 @@
 // What was saved, how requests were answered, how long they took: over an hour (live), a day or a month.
 
 import {bar, chart} from "../charts.js";
-import {el, replace, table} from "../dom.js";
+import {el, refresh, replace, table} from "../dom.js";
 
 export const title = "Overview";
 
@@ -29,9 +29,9 @@ export function render(root, {api, live, format, query, query_changed, every}) {
     hits: chart({title: "How requests were answered", stacked: true, write: format.tokens,
       series: Object.values(HITS).map(([label, colour]) => ({label, colour}))}),
     first: chart({title: "Time to first token", write: format.ms, series: [
-      {label: "half", colour: "--c-prefix", fill: true}, {label: "99 of 100", colour: "--c-second"}]}),
+      {label: "p50", colour: "--c-prefix", fill: true}, {label: "p99", colour: "--c-second"}]}),
     inter: chart({title: "Time between tokens", write: format.ms, series: [
-      {label: "half", colour: "--c-prefix", fill: true}, {label: "99 of 100", colour: "--c-second"}]}),
+      {label: "p50", colour: "--c-prefix", fill: true}, {label: "p99", colour: "--c-second"}]}),
     traffic: chart({title: "Requests and errors", write: format.tokens, series: [
       {label: "requests", colour: "--c-exact", fill: true}, {label: "errors", colour: "--c-error"}]}),
     written: chart({title: "Completion tokens", write: format.tokens, series: [
@@ -57,7 +57,7 @@ export function render(root, {api, live, format, query, query_changed, every}) {
   }
 
   function show({totals, series, from_s, to_s, step_s, gateways, stale, as_of_s}) {
-    replace(since, `${format.time(from_s)} to ${format.time(to_s)}`, gateways > 1 && `, ${gateways} gateways`, stale && `, last known of ${format.time(as_of_s)}`);
+    replace(since, `${format.time(from_s)} to ${format.time(to_s)}`, gateways > 1 && `, ${gateways} gateways`, stale && as_of_s && `, last known of ${format.time(as_of_s)}`);
     showFigures(totals);
     showSaved(totals);
     showAnswered(totals);
@@ -74,7 +74,7 @@ export function render(root, {api, live, format, query, query_changed, every}) {
     const all = Object.values(totals.saved), sum = (name) => all.reduce((total, one) => total + (one[name] ?? 0), 0);
     const figure = (label, value, note, main) => el("div", main ? {class: "main"} : null, el("dt", null, label), el("dd", null, value), el("dd", null, note));
     const first = totals.first_token_ms ?? {}, inter = totals.inter_token_ms ?? {};
-    replace(figures,
+    refresh(figures,
       figure("Tokens saved", format.tokens(sum("tokens")), `of ${format.tokens(totals.prompt_tokens)} of prompts`, true),
       figure("Time saved", format.ms(sum("ms")), "of computing", true),
       figure("Money saved", format.money(addMoney(all.map((one) => one.money))), `spent ${format.money(totals.cost)}`, true),
@@ -86,7 +86,7 @@ export function render(root, {api, live, format, query, query_changed, every}) {
 
   function showSaved({saved: savers}) {
     const most = Math.max(1, ...Object.values(savers).map((one) => one.tokens));
-    replace(saved, table({
+    refresh(saved, table({
       caption: "Saved by", rows: Object.keys(SAVERS).filter((name) => savers[name]),
       columns: [
         {label: "Cache", header: true, value: (name) => el("span", {title: SAVERS[name][2]}, SAVERS[name][0])},
@@ -102,7 +102,7 @@ export function render(root, {api, live, format, query, query_changed, every}) {
   function showAnswered({hits}) {
     const parts = Object.entries(HITS).map(([name, [label, colour]]) => ({label, colour, name, value: hits[name] ?? 0}));
     const all = parts.reduce((total, one) => total + one.value, 0);
-    replace(answered, table({
+    refresh(answered, table({
       caption: "How requests were answered", rows: parts,
       columns: [
         {label: "By", header: true, value: (one) => el("a", {href: `#/requests?hit=${one.name}`}, one.label)},
