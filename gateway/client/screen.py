@@ -64,7 +64,8 @@ def _lines(overview: Mapping[str, Any], url: str, width: int, note: str) -> Iter
 
 def _traffic(totals: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     requests, errors, prompt = totals["requests"], totals["errors"], totals["prompt_tokens"]
-    yield "", _row("requests", f"{requests:,}", f"{errors:,} errors ({_percent(errors, requests + errors)})")
+    ended = totals.get("ended", requests + errors)
+    yield "", _row("requests", f"{requests:,}", f"{errors:,} errors ({_percent(errors, ended)})")
     cached = totals["cached_tokens"]
     yield "", _row("prompt tokens", short(prompt), f"{short(cached)} of them cached ({_percent(cached, prompt)})")
     yield "", _row("completions", short(totals["completion_tokens"]), "tokens")

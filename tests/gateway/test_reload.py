@@ -18,6 +18,7 @@ from engine.config import ConfigError, load
 from gateway.config import Reloaded, Settings, differences, mixed
 from gateway.errors import OverloadedError
 from gateway.reload import Reloading
+from tests.fakes.server import Server, inside
 from tests.fakes.upstream import StubUpstream, upstream
 from tests.fakes.waiting import until
 from tests.fakes.whole import LIMIT_S, Whole, whole
@@ -318,3 +319,36 @@ async def test_a_hangup_reads_the_settings_again_and_ends_nothing() -> None:
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
     assert Reloaded(("limits.requests_per_minute",), ()) in notes
+
+
+@pytest.mark.slow
+async def test_a_gateway_that_is_hung_up_goes_on_with_what_its_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "data" / "kvasir.toml"
+    admin = f'[auth]\nadmin_keys = ["{ADMIN}"]\n'
+    config = admin + tenant("steady", STEADY)
+    server = Server(tmp_path / "data", command="gateway", config=config)
+
+    async def change(text: str, line: str) -> None:
+        file.write_text(text)
+        told = len(server.lines)
+        server.process.send_signal(signal.SIGHUP)
+        await asyncio.to_thread(server.wait_for_line, line, after=told)
+
+    async with inside(server), aiohttp.ClientSession() as session:
+
+        async def status(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with session.get(f"{server.url}/v1/models", headers=headers) as answer:
+                return answer.status
+
+        assert [await status(key) for key in (STEADY, "south-key-1")] == [200, 401]
+        await change(config + tenant("south", "south-key-1"), "settings reloaded; changed: tenants.south added")
+        assert [await status(key) for key in (STEADY, "south-key-1")] == [200, 200]
+        await change(config + "[[", "settings are not reloaded, and stay as they were: .*cannot be read as TOML")
+        assert [await status(key) for key in (STEADY, "south-key-1")] == [200, 200]
+        restart = config + tenant("south", "south-key-1") + "\n[server]\nkeep_alive_s = 5"
+        await change(restart, "changed settings that need a restart: server.keep_alive_s")
+        headers = {"Authorization": f"Bearer {ADMIN}"}
+        async with session.get(f"{server.url}/admin/audit", headers=headers) as answer:
+            (logged,) = (await answer.json())["changes"]
+    assert (logged["who"], logged["which"]) == ("signal", {"settings": "tenants.south added"})
