@@ -20,13 +20,16 @@ export function chart({title, series, write, stacked = false, note = ""}) {
   const legend = (index) => replace(keys, series.map((one, at) => el("li", null,
     el("i", {style: {"--colour": `var(${one.colour})`}}), one.label, " ",
     index === null ? null : el("b", null, write(values[at][index])))),
-  index === null || index === undefined ? null : el("li", null, format.step(times[index], step_s)));
+  index === null ? null : el("li", null, format.step(times[index], step_s)));
+
+  const pointed = ({cursor: {idx}}) => legend(idx === null || idx === undefined ? null : Math.min(idx, times.length - 1));
 
   function data() {
     if (!stacked) return [times, ...values];
     const sums = [];
     values.forEach((own, at) => sums.push(own.map((value, index) => (value ?? 0) + (at ? sums[at - 1][index] : 0))));
-    return [times, ...sums];
+    // A step has the width of its time: the last one ends where the next would begin.
+    return [[...times, times.at(-1) + step_s], ...sums.map((own) => [...own, own.at(-1)])];
   }
 
   function draw() {
@@ -35,7 +38,7 @@ export function chart({title, series, write, stacked = false, note = ""}) {
     const axis = {stroke: text, font: "12px system-ui, sans-serif", grid: {stroke: line, width: 1}, ticks: {show: false}};
     const bands = stacked ? series.slice(1).map((_, at) => ({series: [at + 2, at + 1]})) : [];
     drawn = new uPlot({
-      width: Math.max(plot.clientWidth, 100), height: plot.clientHeight || 184, padding: [8, 8, 0, 0], bands,
+      width: Math.max(plot.clientWidth, 100), height: plot.clientHeight || 184, padding: [8, 16, 0, 0], bands,
       cursor: {y: false, drag: {x: false, y: false}, points: {show: !stacked}},
       legend: {show: false},
       scales: {x: {time: true}, y: {range: (_, low, high) => [0, high > 0 ? high * 1.08 : 1]}},
@@ -46,12 +49,12 @@ export function chart({title, series, write, stacked = false, note = ""}) {
       series: [{}, ...series.map((one) => {
         const colour = css(one.colour);
         return {
-          label: one.label, stroke: colour, width: stacked ? 1 : 1.8, points: {show: false}, spanGaps: false,
+          label: one.label, stroke: colour, width: stacked ? 1 : 1.8, spanGaps: false, points: stacked ? {show: false} : {show: true, size: 4, fill: colour, filter: alone},
           fill: stacked ? `${colour}b0` : one.fill ? `${colour}22` : undefined,
           paths: stacked ? uPlot.paths.stepped({align: 1}) : undefined,
         };
       })],
-      hooks: {setCursor: [(chart) => legend(chart.cursor.idx ?? null)]},
+      hooks: {setCursor: [pointed]},
     }, data(), plot);
     legend(null);
   }
@@ -77,7 +80,7 @@ export function chart({title, series, write, stacked = false, note = ""}) {
     set(new_times, new_values, new_step_s) {
       const same = drawn && new_step_s === step_s;
       [times, values, step_s] = [new_times, new_values, new_step_s];
-      if (same) { drawn.setData(data()); legend(drawn.cursor.idx ?? null); } else draw();
+      if (same) { drawn.setData(data()); pointed(drawn); } else draw();
       fillTable();
     },
     end() {
@@ -86,6 +89,13 @@ export function chart({title, series, write, stacked = false, note = ""}) {
       drawn?.destroy();
     },
   };
+}
+
+// Indexes of points between two that are not known, which no line leads to.
+function alone(drawn, series) {
+  const own = drawn.data[series], found = [];
+  own.forEach((value, at) => { if (value !== null && (own[at - 1] ?? null) === null && (own[at + 1] ?? null) === null) found.push(at); });
+  return found;
 }
 
 /** One bar of shares: parts [{label, value, colour}]. Its text says the same. */

@@ -8,7 +8,7 @@ export const title = "Overview";
 const SPANS = {hour: "Hour", day: "Day", month: "Month"};
 export const HITS = {
   exact: ["Exact", "--c-exact"], shared: ["Shared", "--c-shared"], semantic: ["Semantic", "--c-semantic"],
-  prefix: ["Prefix", "--c-prefix"], miss: ["Miss", "--c-miss"], bypass: ["Bypass", "--c-bypass"],
+  prefix: ["Prefix", "--c-prefix"], miss: ["Miss", "--c-miss"],
 };
 const SAVERS = {
   prefix: ["Prefix of an engine", "--c-prefix", "KV blocks that were not computed again"],
@@ -37,11 +37,12 @@ export function render(root, {api, live, format, query, query_changed, every}) {
     written: chart({title: "Completion tokens", write: format.tokens, series: [
       {label: "tokens", colour: "--c-semantic", fill: true}]}),
   };
+  const start = el("p", {class: "notice", hidden: true}, "No request yet in this time. Point the SDK of an app at ", el("code", null, String(api.address("/v1"))), ", or try the ", el("a", {href: "#/playground"}, "playground"), ".");
   const since = el("p", {class: "muted small"});
   replace(root,
     el("div", {class: "head"}, el("h1", null, title), since,
       el("div", {class: "segments", role: "group", "aria-label": "Span"}, buttons)),
-    figures, el("div", {class: "grid"}, saved, answered),
+    start, figures, el("div", {class: "grid"}, saved, answered),
     el("div", {class: "grid"}, Object.values(charts).map((one) => one.node)));
 
   function choose(name) {
@@ -58,6 +59,7 @@ export function render(root, {api, live, format, query, query_changed, every}) {
 
   function show({totals, series, from_s, to_s, step_s, gateways, stale, as_of_s}) {
     replace(since, `${format.time(from_s)} to ${format.time(to_s)}`, gateways > 1 && `, ${gateways} gateways`, stale && as_of_s && `, last known of ${format.time(as_of_s)}`);
+    start.hidden = totals.requests > 0 || totals.errors > 0 || stale;
     showFigures(totals);
     showSaved(totals);
     showAnswered(totals);
@@ -70,6 +72,9 @@ export function render(root, {api, live, format, query, query_changed, every}) {
     charts.written.set(t, [series.completion_tokens], step_s);
   }
 
+  // Breaks between the two only.
+  const shares = ({p90, p99}) => [["p90", p90], ["p99", p99]].map((one, at) => [at ? " " : "", el("span", {class: "nowrap"}, `${one[0]} ${format.ms(one[1])}${at ? "" : ","}`)]);
+
   function showFigures(totals) {
     const all = Object.values(totals.saved), sum = (name) => all.reduce((total, one) => total + (one[name] ?? 0), 0);
     const figure = (label, value, note, main) => el("div", main ? {class: "main"} : null, el("dt", null, label), el("dd", null, value), el("dd", null, note));
@@ -80,8 +85,8 @@ export function render(root, {api, live, format, query, query_changed, every}) {
       figure("Money saved", format.money(addMoney(all.map((one) => one.money))), `spent ${format.money(totals.cost)}`, true),
       figure("Prompt from a cache", format.percent(format.ratio(totals.cached_tokens, totals.prompt_tokens)), `${format.tokens(totals.cached_tokens)} tokens`),
       figure("Requests", format.tokens(totals.requests), totals.errors ? `${format.count(totals.errors)} failed` : "none failed"),
-      figure("First token", format.ms(first.p50), `p90 ${format.ms(first.p90)}, p99 ${format.ms(first.p99)}`),
-      figure("Between tokens", format.ms(inter.p50), `p90 ${format.ms(inter.p90)}, p99 ${format.ms(inter.p99)}`));
+      figure("First token", format.ms(first.p50), shares(first)),
+      figure("Between tokens", format.ms(inter.p50), shares(inter)));
   }
 
   function showSaved({saved: savers}) {
@@ -103,9 +108,9 @@ export function render(root, {api, live, format, query, query_changed, every}) {
     const parts = Object.entries(HITS).map(([name, [label, colour]]) => ({label, colour, name, value: hits[name] ?? 0}));
     const all = parts.reduce((total, one) => total + one.value, 0);
     refresh(answered, table({
-      caption: "How requests were answered", rows: parts,
+      caption: "Answered by", rows: parts,
       columns: [
-        {label: "By", header: true, value: (one) => el("a", {href: `#/requests?hit=${one.name}`}, one.label)},
+        {label: "What", header: true, value: (one) => el("a", {href: `#/requests?hit=${one.name}`}, one.label)},
         {label: "Requests", number: true, value: (one) => format.tokens(one.value)},
         {label: "Share", number: true, value: (one) => format.percent(format.ratio(one.value, all))},
       ],

@@ -117,7 +117,7 @@ function statusTag(row) {
 
 async function life(root, {api, format, path}) {
   const row = await api.get(`/admin/requests/${encodeURIComponent(path[0])}`);
-  const pair = (name, value) => (value === null || value === undefined || value === "" ? null : [el("dt", null, name), el("dd", null, value)]);
+  const pair = (name, value) => (value === null || value === undefined || value === "" || value === false ? null : [el("dt", null, name), el("dd", null, value)]);
   const share = format.percent(format.ratio(row.cached_tokens, row.prompt_tokens));
   replace(root,
     el("div", {class: "head"},
@@ -138,7 +138,7 @@ async function life(root, {api, format, path}) {
         pair("Answer", `${format.count(row.completion_tokens)} tokens`),
         pair("Lease", row.lease), pair("Price", row.cost ? format.money(row.cost) : "not known"))),
       row.lookup && el("section", {class: "card"}, el("h2", null, "Response cache"), el("dl", {class: "pairs"},
-        Object.entries(row.lookup).map(([name, value]) => pair(LOOKUP[name] ?? name, name === "age_s" ? value && format.seconds(value) : name === "entry" && value ? el("code", null, value) : value))))),
+        Object.entries(row.lookup).map(([name, value]) => pair(LOOKUP[name] ?? name, name === "age_s" ? value > 0 && format.seconds(value) : name === "entry" && value ? el("code", null, value) : value))))),
     row.route?.length > 0 && route(row, format),
     row.segments?.length > 0 && segments(row, format));
 }
