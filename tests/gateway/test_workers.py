@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -21,8 +21,10 @@ from redis.asyncio import Redis
 from engine.config import ConfigError
 from gateway import processes
 from gateway import workers as workers_module
-from gateway.config import QueueSettings, ServerSettings, Settings, UpstreamSettings
+from gateway.config import LimitSettings, QueueSettings, ServerSettings, Settings, UpstreamSettings
+from gateway.errors import OverloadedError
 from gateway.parent import Place
+from gateway.peer import Peer
 from gateway.processes import FIRST_TRIES, ChildStartError
 from gateway.workers import Workers, bind, part_of
 from tests.fakes import tokenisers
@@ -267,6 +269,56 @@ async def test_changed_settings_hold_in_all_workers_or_in_none_while_they_answer
             ("tenants.south removed", "127.0.0.1"),
             ("tenants.south added", ""),
         ]
+
+
+class FakePeer:
+    """A worker's end, which says why it cannot use settings, and notes what it is told."""
+
+    def __init__(self, why: str | None = None, *, hangs: bool = False) -> None:
+        self.why, self.hangs = why, hangs
+        self.told: list[tuple[str, int]] = []
+
+    async def ask(self, what: str, value: Settings, *, timeout_s: float) -> str | None:
+        self.told.append((what, value.limits.requests_per_minute))
+        if self.hangs:
+            raise TimeoutError
+        return self.why if what == "prepare" else None
+
+
+def told(*peers: FakePeer) -> Workers:
+    """Workers that are up, at these."""
+    places = [Place(Settings(), own_engines=False, redis_url="", engine_urls={}) for _ in peers]
+    workers = Workers(places, [[] for _ in peers], set(), print, lambda error: pytest.fail(str(error)))
+    for worker, peer in zip(workers._workers, peers, strict=True):
+        worker.peer, worker.up, worker.has = cast("Peer", peer), True, worker.place.settings
+    return workers
+
+
+def settings_with(limit: int, workers: int) -> list[Settings]:
+    return [Settings(limits=LimitSettings(requests_per_minute=limit)) for _ in range(workers)]
+
+
+async def test_settings_that_one_worker_cannot_use_reach_none() -> None:
+    for bad, error in ((FakePeer("no key"), ConfigError), (FakePeer(hangs=True), OverloadedError)):
+        good = FakePeer()
+        workers = told(good, bad)
+        with pytest.raises(error):
+            await workers.use(settings_with(7, 2))
+        assert good.told == bad.told == [("prepare", 7)]
+        assert [worker.place.settings.limits.requests_per_minute for worker in workers._workers] == [0, 0]
+
+
+async def test_a_worker_that_is_being_started_gets_what_the_others_have_when_it_is_up() -> None:
+    peers = FakePeer(), FakePeer()
+    workers = told(*peers)
+    workers._workers[1].up = False
+    await workers.use(settings_with(7, 2))
+    assert peers[0].told == [("prepare", 7), ("use", 7)]
+    assert peers[1].told == []
+    await workers._answer(workers._workers[1], "up", None)
+    assert peers[1].told == [("use", 7)]
+    await workers._answer(workers._workers[1], "up", None)
+    assert peers[1].told == [("use", 7)], "it has them"
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
