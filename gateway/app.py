@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
@@ -230,6 +231,7 @@ class Gateway:
             cost=self.prices.estimate,
             history=self.history,
             requests=self.requests,
+            secret=partial(self.secret.of_model, "digests of prompts"),
             audit=self.audit,
             reload=lambda: self.reload(),
             sources=Sources(

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STAGES = (
     "prompt",
+    "explain",
     "responses",
     "index",
     "queues",
@@ -50,6 +51,8 @@ PROMISES = {
     "gateway.queues.batch.store",
     "gateway.ledger.base",
     "gateway.ledger.history",
+    "gateway.explain.causes",
+    "gateway.explain.parts",
     "gateway.responses.entries",
 }
 """Modules of a stage that its users call: values, Protocols, and classes that would only have a Protocol for copy."""

@@ -10,7 +10,7 @@ import asyncio
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -23,7 +23,8 @@ from gateway.api.dialect import Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
 from gateway.api.record import CLIENT_LEFT, ChosenTarget, Record
 from gateway.api.replies import reply_json
-from gateway.errors import NotFoundError
+from gateway.errors import NotFoundError, RedisDownError
+from gateway.explain.parts import Digests, parts_of, rows_of
 from gateway.ledger.base import Entry, Figures
 from gateway.storage.ring import Ring
 from gateway.types import Trace
@@ -36,6 +37,13 @@ WRITE_S: Final = 1.0
 
 MAX_PENDING: Final = 20_000
 """Requests of one process that are not written yet; of more, the oldest are left out of the ring and the history."""
+
+MAX_HELD: Final = 1 << 20
+"""Bytes of a request whose prompt is held until its row is written, to tell its parts; of a larger one no parts are
+known."""
+
+MAX_ALL_HELD: Final = 64 << 20
+"""Of all of them."""
 
 MAX_CHARS: Final = 200
 """Of a text of a row; names of models may be a client's own."""
@@ -57,7 +65,19 @@ _QUERY: Final = {
 }
 DEFAULT_LIMIT: Final = 100
 _DETAIL: Final = (
-    *("overhead_ms", "retries", "finish", "lookup", "receipt", "lease", "target", "route", "segments", "stream"),
+    *(
+        "overhead_ms",
+        "retries",
+        "finish",
+        "lookup",
+        "receipt",
+        "lease",
+        "target",
+        "route",
+        "scope",
+        "segments",
+        "stream",
+    ),
 )
 """What only the life of one request has."""
 
@@ -80,6 +100,7 @@ class Noted(NamedTuple):
     target: ChosenTarget | None
     trace: Trace
     entry: Entry | None
+    held_bytes: int
 
 
 class RequestLog:
@@ -91,20 +112,22 @@ class RequestLog:
         count: Callable[[str, Figures], None],
         priced: Callable[[Entry], tuple[str, Figures]],
         now: Callable[[], float],
-        segments: Callable[[Trace], Sequence[Mapping[str, Any]]] = lambda _: (),
+        secret: Callable[[], Awaitable[str]],
     ) -> None:
         """
-        ring      where rows are
-        count     adds figures to the history
-        priced    currency and figures of one entry
-        now       seconds since 1970
-        segments  of a prompt: hashes, never texts
+        ring    where rows are
+        count   adds figures to the history
+        priced  currency and figures of one entry
+        now     seconds since 1970
+        secret  of all gateways, for digests of prompts. Raises RedisDownError and OSError: then there are none
         """
         self._ring = ring
         self._count = count
         self._priced = priced
         self._now = now
-        self._segments = segments
+        self._secret = secret
+        self._digests: Digests | None = None
+        self._held_bytes = 0  # of prompts of what is noted
         self._noted: deque[Noted] = deque(maxlen=MAX_PENDING)
         self._token = secrets.token_hex(6)
         self._number = 0
@@ -118,6 +141,10 @@ class RequestLog:
         """Of requests that were admitted, those that want an answer of a model, or failed."""
         if record.tenant is None or not (record.traces or record.embedded_tokens or record.status >= 400):
             return
+        trace, held = record.trace, record.body_bytes
+        if held > MAX_HELD or self._held_bytes + held > MAX_ALL_HELD:
+            trace.prompt, held = None, 0
+        self._held_bytes += held
         noted = Noted(
             self._now(),
             record.request_id,
@@ -131,8 +158,9 @@ class RequestLog:
             record.total_ms,
             record.stream,
             record.target,
-            record.trace,
+            trace,
             record.entry,
+            held,
         )
         self._noted.append(noted)
 
@@ -152,12 +180,16 @@ class RequestLog:
         """Writes what was noted. Never raises."""
         async with self._writing:
             rows, figures = list[bytes](), Figures()
+            if self._digests is None:
+                with suppress(RedisDownError, OSError):
+                    self._digests = Digests((await self._secret()).encode())
             while self._noted:
                 noted = self._noted.popleft()
+                self._held_bytes -= noted.held_bytes
                 hit = hit_of(noted.trace, noted.status)
                 _add_figures(figures, noted, hit)
                 rows.append(orjson.dumps(self._row(noted, hit)))
-                if len(rows) % 100 == 0:
+                if len(rows) % 20 == 0:
                     await asyncio.sleep(0)
             if figures:
                 self._count("", figures)
@@ -219,8 +251,15 @@ class RequestLog:
                 }
                 for one in trace.route
             ],
+            "scope": None if self._digests is None else self._digests(trace.salt),
             "segments": self._segments(trace),
         }
+
+    def _segments(self, trace: Trace) -> list[dict[str, Any]]:
+        """Digests of the parts of its prompt, where they are known."""
+        if trace.prompt is None or self._digests is None:
+            return []
+        return rows_of(parts_of(trace.prompt, self._digests), trace.prompt_tokens, trace.cached_tokens)
 
 
 class RequestPages:

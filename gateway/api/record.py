@@ -136,6 +136,9 @@ def _together(traces: Sequence[Trace]) -> Trace:
     predicted = [trace.predicted_tokens for trace in traces if trace.predicted_tokens is not None]
     first_tokens = [trace.first_token_ms for trace in traces if trace.first_token_ms is not None]
     return Trace(
+        prompt=traces[0].prompt if traces else None,
+        salt=traces[0].salt if traces else "",
+        route=traces[0].route if traces else [],
         engine=",".join(dict.fromkeys(trace.engine for trace in traces if trace.engine)) or None,
         prompt_tokens=sum(trace.prompt_tokens for trace in traces),
         cached_tokens=sum(trace.cached_tokens for trace in traces),

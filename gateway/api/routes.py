@@ -17,6 +17,7 @@ from gateway.admin.accounting import Accounting
 from gateway.admin.audit import AuditLog
 from gateway.admin.batches import BatchPages
 from gateway.admin.cache import CachePages
+from gateway.admin.explain import ExplainPage
 from gateway.admin.handlers import Admin
 from gateway.admin.ledger import LedgerPage
 from gateway.admin.metrics import Metrics
@@ -132,6 +133,7 @@ def build_app(
     sources: Sources,
     history: History,
     requests: Ring,
+    secret: Callable[[], Awaitable[str]],
     cost: Callable[[str, int, int], int | None],
     audit: AuditLog,
     reload: Callable[[], Awaitable[Reloaded]],
@@ -153,6 +155,7 @@ def build_app(
     fleet          of /admin/replicas
     cost           of so many tokens of prompt and answer of a model, for aliases
     history, requests  what happened lately: figures by steps of time, and single requests
+    secret         of all gateways, for digests of prompts
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
     audit          has the changes of admins
     reload         reads the settings again, and uses them by `app[USE]` among others
@@ -170,7 +173,7 @@ def build_app(
     sources = replace(sources, aliases=router.figures)
     metrics = Metrics(sources)
     admin = Admin(sources, metrics)
-    log = RequestLog(requests, history.add, sources.ledger.priced, now)
+    log = RequestLog(requests, history.add, sources.ledger.priced, now, secret)
     accounting = Accounting(sources.ledger.add, sources.prefill_tokens_per_s)
     observer = Observers(metrics, router, accounting, log)
     overview = OverviewPages(Overview(history, sources.ledger, log, admin.figures, now), log)
@@ -224,6 +227,7 @@ def build_app(
             *LedgerPage(sources.ledger, now).routes(),
             *overview.routes(),
             *RequestPages(log).routes(),
+            *ExplainPage(answering, endpoints, log, sources.ledger.priced).routes(),
             *CachePages(answers, now, content=settings.auth.admin_content).routes(),
             *purge.routes(),
             *ReplicaPages(fleet, admin.figures).routes(),

@@ -151,6 +151,8 @@ class Trace:
     """What happened to a request, filled in by the pipeline; the log line, the metrics and the headers read it."""
 
     engine: str | None = None
+    prompt: Prompt | None = None  # of its request, under `salt`: for what is told of it when it is over
+    salt: str = ""
     route: list[Candidate] = field(
         default_factory=list
     )  # engines that it might have had, the one that it got among them

@@ -209,6 +209,10 @@ def no_fleet() -> Fleet:
     return Fleet([], refuse, lambda _: None, lambda _: asyncio.sleep(0), None)
 
 
+async def _secret() -> str:
+    return "of these gateways"
+
+
 async def _nothing_to_fetch() -> None:
     """The state is the test's own."""
 
@@ -261,6 +265,7 @@ def make_app(
         reload=no_reload,
         history=history,
         requests=given.requests or Ring("requests", MOST, None),
+        secret=_secret,
         audit=AuditLog(audit or Path("/nowhere"), given.now),
         sources=Sources(
             refresh=_nothing_to_fetch,

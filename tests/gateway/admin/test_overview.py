@@ -100,7 +100,8 @@ async def test_a_request_has_a_life_without_its_text() -> None:
     assert {name: told[name] for name in row} == row
     assert (row["tenant"], row["model"], row["hit"], row["status"]) == ("anonymous", "demo", "prefix", 200)
     assert (told["receipt"]["cached_tokens"], told["cost"]) == (16, row["cost"])
-    assert (told["route"], told["segments"]) == ([], [])
+    (segment,) = told["segments"]
+    assert (segment["part"], segment["tokens"], segment["cached_tokens"], told["route"]) == ("messages", 40, 16, [])
 
 
 async def test_requests_are_found_by_what_they_were() -> None:

@@ -1,0 +1,195 @@
+"""Where two prompts stop being equal, and why the later one missed. Pure.
+
+same            nothing was missed: what is equal was read from a cache
+volatile        a part differs in nothing but dates, times or ids, and static text comes behind it
+tools_order     the same tools stand in another order
+tools_changed   a tool was added, removed or edited: tools come before everything else
+moved           both have the part, at another place
+marked_changes  the part that is marked for caching changes from request to request
+changed         a part was edited
+new_question    what differs is the last message: nothing could have been saved
+too_short       the prompt is shorter than what is cached at all
+other_model, other_tenant, other_scope    caches are not shared between these
+other_engine    another engine answered, which did not have it
+evicted         the same engine had it and lost it before this request came
+never_seen      no prompt before it began like it
+unknown         too little is known of one of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Final, Literal, NamedTuple
+
+from gateway.explain.parts import Part
+
+Cause = Literal[
+    "same",
+    "volatile",
+    "tools_order",
+    "tools_changed",
+    "moved",
+    "marked_changes",
+    "changed",
+    "new_question",
+    "too_short",
+    "other_model",
+    "other_tenant",
+    "other_scope",
+    "other_engine",
+    "evicted",
+    "never_seen",
+    "unknown",
+]
+
+ADVICE: Final[dict[Cause, str]] = {
+    "volatile": "Put dates, times and ids behind the text that stays the same: into the last message, for example.",
+    "tools_order": "Send tools in one fixed order: sort them by name.",
+    "tools_changed": "Send the same tools with every request; forbid some with tool_choice, and leave none out.",
+    "moved": "Keep parts in one order: tools, system prompt, documents, then the conversation, which only grows.",
+    "marked_changes": "Mark the last part that stays the same, not one that changes with every request.",
+    "changed": "Text that is edited belongs behind text that is not; a conversation that only grows stays cached.",
+    "too_short": "Nothing to do: so short a prompt is computed at once.",
+    "other_model": "Each model has a cache of its own: send requests that begin alike to one model.",
+    "other_tenant": "Tenants share nothing unless a namespace is configured for them ([[namespaces]]).",
+    "other_scope": "Send the same prompt_cache_key, cache_salt and namespace, or none: each has a cache of its own.",
+    "other_engine": "Look at the scores of the route: the engine that had it was busier, or was not to be reached.",
+    "evicted": "Give engines more cache (engine.kv_cache_bytes, lower tiers), or mark the prefix: a lease keeps it.",
+    "never_seen": "The first request of its kind is always computed; [[warm]] computes a prefix before it comes.",
+}
+
+SLACK_BLOCKS: Final = 2
+"""That a hit may be shorter than what is equal: the last block is seldom full, and the last token is computed."""
+
+
+LEAST_CHARS: Final = 200
+"""With which two first parts begin alike before one is called an edit of the other."""
+
+
+class View(NamedTuple):
+    """What is known of a request.
+
+    parts          empty where nothing is known
+    num_tokens     of its prompt, 0 where that is not known
+    cached_tokens  that it read from a cache; None: it was not sent
+    block_size     tokens of what is cached at the least
+    """
+
+    model: str
+    tenant: str
+    scope: str
+    parts: Sequence[Part]
+    num_tokens: int = 0
+    cached_tokens: int | None = None
+    engine: str = ""
+    block_size: int = 16
+
+
+class Verdict(NamedTuple):
+    """`part` is the number of the first part that differs, in both, and `char` the first character of it; None where
+    none does, or texts are not known."""
+
+    cause: Cause
+    text: str
+    part: int | None = None
+    char: int | None = None
+
+    @property
+    def advice(self) -> str | None:
+        return ADVICE.get(self.cause)
+
+
+def equal_parts(before: Sequence[Part], now: Sequence[Part], *, shapes: bool = False) -> int:
+    """How many they have in common at the beginning; with `shapes`, dates and ids aside."""
+    count = 0
+    for one, other in zip(before, now, strict=False):
+        alike = one.digest == other.digest or (shapes and one.shape == other.shape)
+        if one.role != other.role or not alike:
+            break
+        count += 1
+    return count
+
+
+def explain(before: View, now: View, equal_tokens: int) -> Verdict:
+    """Why `now` did not read from a cache what `before` had put there. `equal_tokens` are those that they begin with in
+    common, as far as it is known."""
+    if not before.parts or not now.parts:
+        return Verdict("unknown", "Too little is known of one of the requests to compare them.")
+    at = equal_parts(before.parts, now.parts)
+    differs = at < len(before.parts) and at < len(now.parts)
+    if (apart := _apart(before, now, at)) is not None:
+        return apart
+    if now.num_tokens and min(now.num_tokens, before.num_tokens or now.num_tokens) < now.block_size:
+        return Verdict("too_short", f"A prompt of {now.num_tokens} tokens is less than a block of {now.block_size}.")
+    if not differs:
+        return _all_equal(before, now, equal_tokens)
+    cause, text = _difference(before.parts, now.parts, at)
+    one, other = before.parts[at].text, now.parts[at].text
+    char = None if one is None or other is None else _common(one, other)
+    return Verdict(cause, text, at, char)
+
+
+def _apart(before: View, now: View, at: int) -> Verdict | None:
+    """They may begin alike, and share no cache."""
+    if not at:
+        return None
+    if before.model != now.model:
+        return Verdict("other_model", f"The same beginning was sent to the model {before.model} before.")
+    if before.tenant != now.tenant:
+        return Verdict("other_tenant", "Another tenant sent the same beginning before.")
+    if before.scope != now.scope:
+        return Verdict("other_scope", "The same beginning was sent with another cache key, salt or namespace before.")
+    return None
+
+
+def _all_equal(before: View, now: View, equal_tokens: int) -> Verdict:
+    missing = 0 if now.cached_tokens is None else equal_tokens - now.cached_tokens
+    if missing <= SLACK_BLOCKS * now.block_size:
+        return Verdict("same", "The one begins with all of the other: nothing was missed.")
+    if before.engine != now.engine:
+        return Verdict("other_engine", f"Engine {before.engine} had it, and {now.engine} answered.")
+    return Verdict("evicted", f"Engine {now.engine} had {equal_tokens} tokens of it, and lost them before it came.")
+
+
+def _difference(before: Sequence[Part], now: Sequence[Part], at: int) -> tuple[Cause, str]:
+    one, other = before[at], now[at]
+    place = _place(other)
+    if at == len(now) - 1 and at > 0 and other.section == "messages":
+        return "new_question", f"All is equal up to the last message (number {other.message})."
+    if (one.role, one.shape) == (other.role, other.shape):
+        return "volatile", f"{place} differs in dates, times or ids alone."
+    if "tools" in (one.section, other.section):
+        tools = [sorted(part.digest for part in parts if part.section == "tools") for parts in (before, now)]
+        if tools[0] == tools[1]:
+            return "tools_order", f"Both have the same {len(tools[0])} tools, in another order."
+        return "tools_changed", f"Tools differ from the tool {other.role if other.section == 'tools' else one.role} on."
+    if other.digest in {part.digest for part in before[at:]} or one.digest in {part.digest for part in now[at:]}:
+        return "moved", f"{place} of one of them stands at another place in the other."
+    if other.marked and not any(part.marked for part in now[:at]):
+        return "marked_changes", f"{place} is marked for caching, and is another one in each request."
+    if at == 0 and not _edited(before, now):
+        return "never_seen", "The two have no beginning in common."
+    return "changed", f"{place} was edited; the {at} parts before it are equal."
+
+
+def _edited(before: Sequence[Part], now: Sequence[Part]) -> bool:
+    """Whether two first parts are one that was edited: they begin alike, or what follows is the same."""
+    one, other = before[0].text, now[0].text
+    if (
+        one is not None
+        and other is not None
+        and _common(one, other) >= min(LEAST_CHARS, len(one) // 2, len(other) // 2)
+    ):
+        return True
+    return bool({part.digest for part in before[1:]} & {part.digest for part in now[1:]})
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _place(part: Part) -> str:
+    words = {"tools": f"The tool {part.role}", "prompt": "The prompt"}.get(part.section)
+    return words or f"The {part.role} message (number {part.message})"

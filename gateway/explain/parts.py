@@ -1,0 +1,148 @@
+"""A prompt as parts: its tools, then its messages. Of each a digest, and one of its shape: the text without what
+changes by itself (dates, times, ids). Where only digests are kept, they are keyed by a secret of the gateways and say
+nothing to anybody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Final, Literal, NamedTuple
+
+import orjson
+
+from gateway.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+Section = Literal["tools", "system", "messages", "prompt"]
+
+MAX_PARTS: Final = 64
+"""That are kept of one request: its first ones, which is where caches end."""
+
+MAX_ROLE: Final = 64
+"""Characters of a role, or of a tool's name."""
+
+MAX_SHAPED: Final = 64 << 10
+"""Characters of a text whose shape is looked for; the rest of it is taken as it is."""
+
+MAX_SHAPES: Final = 4096
+"""Texts whose shape is remembered, by their digest."""
+
+_VOLATILE: Final = re.compile(
+    r"""
+      [0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}              # UUID
+    | \d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?)?
+    | \d{1,2}[/.]\d{1,2}[/.]\d{2,4}
+    | \d{1,2}:\d\d(?::\d\d)?(?:\s?[AaPp]\.?[Mm]\.?)?
+    | (?:\d{1,2}\.?\s)?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?\s\d{1,2}(?:,?\s\d{4})?
+    | \b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b
+    | \b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{8,}\b                                # hexadecimal id
+    | \b[A-Za-z]+[-_](?=[A-Za-z0-9]*\d)[A-Za-z0-9]{6,}\b                   # req_8f3kd92
+    | \b\d{5,}\b
+    """,
+    re.VERBOSE,
+)
+
+
+class Part(NamedTuple):
+    """`text` is None where only digests are known. `marked`: the client asked for caching up to it, or in it."""
+
+    section: Section
+    role: str
+    message: int | None
+    chars: int
+    digest: str
+    shape: str
+    marked: bool = False
+    text: str | None = None
+
+
+def shape_of(text: str) -> str:
+    """The text without what changes by itself."""
+    return _VOLATILE.sub("\0", text[:MAX_SHAPED]) + text[MAX_SHAPED:]
+
+
+class Digests:
+    """Keyed digests of texts, and of their shapes, which are looked for once."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = hashlib.blake2b(key, digest_size=32).digest()
+        self._shapes: OrderedDict[str, str] = OrderedDict()
+
+    def __call__(self, text: str | bytes) -> str:
+        data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, digest_size=8, key=self._key).hexdigest()
+
+    def shape(self, digest: str, text: str) -> str:
+        """Of the text that has this digest."""
+        if (known := self._shapes.get(digest)) is None:
+            known = self._shapes[digest] = self(shape_of(text))
+            if len(self._shapes) > MAX_SHAPES:
+                self._shapes.popitem(last=False)
+        return known
+
+
+def parts_of(prompt: Prompt, digests: Digests, *, texts: bool = False) -> list[Part]:
+    """The first MAX_PARTS. `texts`: they keep what they say."""
+    found = list[Part]()
+    for section, role, message, text, marked in _pieces(prompt):
+        if len(found) == MAX_PARTS:
+            break
+        digest = digests(text)
+        shape = digest if isinstance(text, bytes) else digests.shape(digest, text)
+        kept = text if texts and isinstance(text, str) else None
+        found.append(Part(section, role[:MAX_ROLE], message, len(text), digest, shape, marked, kept))
+    return found
+
+
+def _pieces(prompt: Prompt) -> Iterator[tuple[Section, str, int | None, str | bytes, bool]]:
+    match prompt:
+        case TextPrompt(text):
+            yield "prompt", "prompt", None, text, False
+        case TokenPrompt(tokens):
+            yield "prompt", "tokens", None, tokens, False
+        case ChatPrompt():
+            marked_tools = {marker.tool for marker in prompt.markers if marker.tool is not None}
+            marked = {marker.message for marker in prompt.markers if marker.tool is None}
+            for number, tool in enumerate(prompt.tools):
+                text = orjson.dumps([tool.name, tool.description, tool.parameters], default=str).decode()
+                yield "tools", tool.name, None, text, number in marked_tools
+            for number, message in enumerate(prompt.messages):
+                role = str(message.get("role"))
+                section: Section = "system" if role in ("system", "developer") else "messages"
+                yield section, role, number, _text_of(message), number in marked
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """Its content, and whatever else a template reads of it."""
+    content = message.get("content")
+    rest = {name: value for name, value in message.items() if name not in ("role", "content") and value}
+    written = content if isinstance(content, str) else "" if content is None else orjson.dumps(content).decode()
+    return f"{written}\n{orjson.dumps(rest, default=str).decode()}" if rest else written
+
+
+def rows_of(parts: Sequence[Part], num_tokens: int, cached_tokens: int) -> list[dict[str, Any]]:
+    """What is kept of an answered prompt: no texts. Tokens of a part are its share of the prompt's by characters."""
+    ends = ends_of(parts, num_tokens)
+    return [
+        {
+            "part": part.section,
+            "role": part.role,
+            "message": part.message,
+            "chars": part.chars,
+            "tokens": end - start,
+            "cached_tokens": max(0, min(end, cached_tokens) - start),
+            "hash": part.digest,
+            "shape": part.shape,
+            "marked": part.marked,
+        }
+        for part, start, end in zip(parts, (0, *ends), ends, strict=False)
+    ]
+
+
+def ends_of(parts: Sequence[Part], num_tokens: int) -> list[int]:
+    """About where each part ends, in tokens."""
+    chars = sum(part.chars for part in parts) or 1
+    return [num_tokens * done // chars for done in accumulate(part.chars for part in parts)]

@@ -1,0 +1,135 @@
+"""POST /admin/explain over all stages of a gateway."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import aiohttp
+import pytest
+from redis.asyncio import Redis
+
+from tests.fakes import tokenisers
+from tests.fakes.redis_process import RedisProcess
+from tests.fakes.whole import Whole, whole
+
+BOOK = " ".join(tokenisers.sentences(60, seed=5))
+
+
+def chat(*contents: str, **more: Any) -> dict[str, Any]:
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    return {"model": "demo", "messages": messages, **more}
+
+
+async def post(session: aiohttp.ClientSession, gateway: Whole, body: Any) -> tuple[int, Any]:
+    async with session.post(gateway.url + "/admin/explain", json=body) as answer:
+        return answer.status, await answer.json()
+
+
+SAME_TEXT = {
+    "/v1/chat/completions": lambda date: chat(f"It is {date}. {BOOK}", "hello"),
+    "/v1/messages": lambda date: {
+        "model": "demo",
+        "max_tokens": 9,
+        "system": f"It is {date}. {BOOK}",
+        "messages": [{"role": "user", "content": "hello"}],
+    },
+    "/v1/responses": lambda date: {"model": "demo", "instructions": f"It is {date}. {BOOK}", "input": "hello"},
+    "/v1beta/models/demo:generateContent": lambda date: {
+        "systemInstruction": {"parts": [{"text": f"It is {date}. {BOOK}"}]},
+        "contents": [{"role": "user", "parts": [{"text": "hello"}]}],
+    },
+}
+
+
+@pytest.mark.parametrize("endpoint", SAME_TEXT)
+async def test_pasted_requests_of_each_dialect_are_compared_to_the_token(endpoint: str) -> None:
+    make = SAME_TEXT[endpoint]
+    async with aiohttp.ClientSession() as session, whole() as gateway:
+        body = {"a": make("2026-11-23"), "b": make("2026-11-24"), "endpoint": endpoint}
+        status, told = await post(session, gateway, body)
+    assert status == 200, told
+    assert told["verdict"] == "volatile"
+    differs = told["differs"]
+    assert (differs["segment"], differs["char"], differs["message"]) == (0, len("It is 2026-11-2"), 0)
+    assert "2026-11-23" in differs["a"]
+    assert "2026-11-24" in differs["b"]
+    tokens = sum(part["tokens"] for part in told["b"])
+    assert 0 < told["equal_tokens"] < 30 < told["computed_again_tokens"] <= tokens
+    assert "last message" in told["advice"]
+
+
+async def test_a_request_that_missed_is_told_why_from_digests_alone(own_redis: RedisProcess) -> None:
+    async with (
+        aiohttp.ClientSession() as session,
+        whole(redis_url=own_redis.url) as gateway,
+        Redis.from_url(own_redis.url) as redis,
+    ):
+
+        async def asked(*contents: str) -> Any:
+            body = chat(*contents)
+            _, headers = await gateway.ask(*body["messages"])
+            status, told = await post(session, gateway, {"id": headers["x-request-id"]})
+            assert status == 200, told
+            return told
+
+        first = await asked(f"It is 2026-11-23 09:00. {BOOK}", "What is it about?")
+        assert (first["verdict"], first["before"]) == ("never_seen", None)
+        second = await asked(f"It is 2026-11-23 09:01. {BOOK}", "What is it about?")
+        assert (second["verdict"], second["differs"]["segment"]) == ("volatile", 0)
+        assert second["differs"]["a"] is None
+        assert second["computed_again_tokens"] > 100
+        assert second["per_day"]["requests"] > 0
+        third = await asked(f"It is 2026-11-23 09:01. {BOOK}", "And who wrote it?")
+        assert third["verdict"] == "new_question"
+
+        async def everything() -> bytes:
+            found = b""
+            for key in await redis.keys("*"):
+                kind = (await redis.type(key)).decode()
+                found += key
+                if kind == "list":
+                    found += b"".join(await redis.lrange(key, 0, -1))
+                elif kind == "string":
+                    found += await redis.get(key)
+                elif kind == "hash":
+                    found += b"".join([part for item in (await redis.hgetall(key)).items() for part in item])
+            return found
+
+        kept = await everything()
+        assert b'"volatile"' not in kept
+        assert b"segments" in kept
+        sample = random.Random(1).sample(BOOK.split(), 20)
+        assert not [word for word in sample if len(word) > 6 and word.encode() in kept]
+
+
+REFUSED: list[Any] = [
+    pytest.param({}, 400, "`id`", id="nothing"),
+    pytest.param({"id": "req_1", "a": {}}, 400, "alone", id="both"),
+    pytest.param({"id": "req_1"}, 404, "latest 2,000", id="unknown id"),
+    pytest.param({"a": {}, "b": 5}, 400, "object", id="no object"),
+    pytest.param({"a": chat("x", "y"), "b": {"model": "demo"}}, 400, "messages", id="no messages"),
+    pytest.param({"a": chat("x"), "b": chat("x"), "endpoint": "/v1/files"}, 400, "endpoint", id="another route"),
+    pytest.param({"a": chat("x", model="who"), "b": chat("x")}, 404, "who", id="unknown model"),
+    pytest.param({"a": chat("x"), "b": chat("x", max_tokens=-1)}, 400, "b.max_tokens", id="bad field"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "says"), REFUSED)
+async def test_what_cannot_be_explained_is_refused_in_words(body: dict[str, Any], status: int, says: str) -> None:
+    async with aiohttp.ClientSession() as session, whole() as gateway:
+        got, told = await post(session, gateway, body)
+    assert (got, says in json.dumps(told["error"])) == (status, True), told
+
+
+async def test_a_huge_and_a_deep_body_are_refused_or_compared() -> None:
+    async with aiohttp.ClientSession() as session, whole() as gateway:
+        deep = '{"a":' + '{"x":' * 300 + "1" + "}" * 300 + "}"
+        async with session.post(gateway.url + "/admin/explain", data=deep) as answer:
+            assert answer.status == 400
+        text = "word " * 80_000
+        status, told = await post(session, gateway, {"a": chat(text, "a"), "b": chat(text, "b")})
+        assert (status, told["verdict"], told["equal_tokens"] > 80_000) == (200, "new_question", True)
+        assert (await post(session, gateway, {"a": chat("x", "a"), "b": chat("x", "b")}))[0] == 200

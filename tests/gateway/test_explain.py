@@ -1,0 +1,149 @@
+"""Why a request missed: pairs of prompts whose cause is known, with their texts and by digests alone."""
+
+from __future__ import annotations
+
+import random
+import string
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.explain.causes import ADVICE, Cause, View, equal_parts, explain
+from gateway.explain.parts import MAX_PARTS, Digests, ends_of, parts_of, rows_of, shape_of
+from gateway.types import ChatPrompt, Marker, TextPrompt, Tool
+
+DIGESTS = Digests(b"secret")
+PAIRS_OF_EACH = 14
+
+
+def words(dice: random.Random, count: int) -> str:
+    return " ".join("".join(dice.choices(string.ascii_lowercase, k=dice.randint(3, 9))) for _ in range(count))
+
+
+def prompt(dice: random.Random, *, tools: int = 3, turns: int = 4) -> ChatPrompt:
+    messages = [{"role": "system", "content": words(dice, 80)}]
+    messages += [{"role": ("user", "assistant")[n % 2], "content": words(dice, 20)} for n in range(turns - 1)]
+    own = tuple(Tool(f"{words(dice, 1)}_{n}", words(dice, 5), {"type": "object"}) for n in range(tools))
+    return ChatPrompt(messages, tools=own)
+
+
+def view(one: ChatPrompt, texts: bool, **more: Any) -> View:
+    given = {"model": "m", "tenant": "t", "scope": "s", "num_tokens": 800, "engine": "e-1", **more}
+    return View(parts=parts_of(one, DIGESTS, texts=texts), **given)
+
+
+def with_message(one: ChatPrompt, number: int, content: str) -> ChatPrompt:
+    messages = [dict(message) for message in one.messages]
+    messages[number]["content"] = content
+    return replace(one, messages=messages)
+
+
+VOLATILE: list[Callable[[random.Random], str]] = [
+    lambda dice: (
+        f"2026-{dice.randint(10, 12)}-{dice.randint(10, 28)}T{dice.randint(10, 23)}:{dice.randint(10, 59)}:00Z"
+    ),
+    lambda dice: f"{dice.randint(10, 23)}:{dice.randint(10, 59)}",
+    lambda dice: f"November {dice.randint(10, 28)}, 2026",
+    lambda dice: str(uuid.UUID(int=dice.getrandbits(128))),
+    lambda dice: f"req_{dice.randint(10**6, 10**7 - 1)}k",
+    lambda dice: str(dice.randint(10**6, 10**7 - 1)),
+]
+
+
+def pair(cause: Cause, dice: random.Random) -> tuple[ChatPrompt, ChatPrompt, dict[str, Any], dict[str, Any]]:
+    """Two prompts, the earlier one first, and what else is known of each."""
+    one = prompt(dice)
+    other, before, now = one, dict[str, Any](), dict[str, Any]()
+    match cause:
+        case "volatile":
+            text, made = one.messages[0]["content"], dice.choice(VOLATILE)
+            one, other = (with_message(one, 0, f"Now: {made(dice)}. {text}") for _ in range(2))
+        case "tools_order":
+            tools = list(one.tools)
+            while tools == list(one.tools):
+                dice.shuffle(tools)
+            other = replace(one, tools=tuple(tools))
+        case "tools_changed":
+            kept = list(one.tools)
+            kept[dice.randrange(3)] = Tool("another", words(dice, 4))
+            other = replace(one, tools=tuple(dice.choice((kept, list(one.tools[:-1])))))
+        case "moved":
+            system, *rest = one.messages
+            other = replace(one, messages=[*rest[:2], system, *rest[2:]])
+        case "marked_changes":
+            one, other = (with_message(one, 1, words(dice, 30)) for _ in range(2))
+            one, other = (replace(some, markers=(Marker(1, 5, 300.0),)) for some in (one, other))
+        case "changed":
+            number = dice.choice((1, 2))
+            other = with_message(one, number, one.messages[number]["content"] + " " + words(dice, 3))
+        case "new_question":
+            one, other = (with_message(one, 3, words(dice, 12)) for _ in range(2))
+        case "too_short":
+            one = ChatPrompt([{"role": "user", "content": "hi"}])
+            other, before, now = one, {"num_tokens": 9}, {"num_tokens": 9, "cached_tokens": 0}
+        case "other_model" | "other_tenant" | "other_scope":
+            before = {cause.removeprefix("other_"): "another"}
+        case "other_engine":
+            before, now = {"engine": "e-2"}, {"cached_tokens": dice.randint(0, 700)}
+        case "evicted":
+            now = {"cached_tokens": dice.randint(0, 700)}
+        case "never_seen":
+            other = replace(prompt(dice), tools=())
+            one = replace(one, tools=())
+        case "same":
+            other = replace(one, messages=[*one.messages, {"role": "user", "content": words(dice, 9)}])
+            now = {"cached_tokens": 800 - dice.randint(0, 20), "num_tokens": 900}
+    return one, other, before, now
+
+
+@pytest.mark.parametrize("texts", [True, False], ids=["pasted", "digests"])
+@pytest.mark.parametrize("cause", [*ADVICE, "same"])
+def test_a_known_cause_is_told(cause: Cause, texts: bool) -> None:
+    """More than 200 pairs, with their texts and without."""
+    dice = random.Random(f"{cause} {texts}")
+    for _ in range(PAIRS_OF_EACH):
+        one, other, before, now = pair(cause, dice)
+        verdict = explain(view(one, texts, **before), view(other, texts, **now), 800)
+        assert verdict.cause == cause, verdict
+        assert (verdict.advice is None) == (cause in ("same", "new_question"))
+
+
+def test_what_cannot_be_known_is_unknown() -> None:
+    known = view(prompt(random.Random(1)), texts=False)
+    for one, other in ((known, known._replace(parts=())), (known._replace(parts=()), known)):
+        assert explain(one, other, 0).cause == "unknown"
+
+
+def test_the_first_character_that_differs_is_told() -> None:
+    one = prompt(random.Random(2), tools=0)
+    text = one.messages[0]["content"]
+    other = with_message(one, 0, text[:100] + "X" + text[101:])
+    verdict = explain(view(one, True), view(other, True), 0)
+    assert (verdict.cause, verdict.part, verdict.char) == ("changed", 0, 100)
+
+
+def test_digests_of_other_gateways_secrets_say_nothing() -> None:
+    one = prompt(random.Random(3))
+    mine, theirs = (parts_of(one, Digests(key)) for key in (b"a", b"b"))
+    assert equal_parts(mine, theirs) == 0
+    assert all(part.text is None for part in mine)
+
+
+def test_parts_are_bounded_and_tokens_are_shared_out() -> None:
+    many = ChatPrompt([{"role": "user", "content": "word " * 10} for _ in range(500)])
+    parts = parts_of(many, DIGESTS)
+    assert len(parts) == MAX_PARTS
+    rows = rows_of(parts, 1000, 333)
+    assert ends_of(parts, 1000)[-1] == sum(row["tokens"] for row in rows) == 1000
+    assert sum(row["cached_tokens"] for row in rows) == 333
+    assert "word" not in str(rows)
+    assert [part.section for part in parts_of(TextPrompt("once"), DIGESTS)] == ["prompt"]
+
+
+def test_a_shape_leaves_out_what_changes_by_itself_and_nothing_else() -> None:
+    assert shape_of("at 12:30 on 2026-11-24") == shape_of("at 09:01 on 2025-01-02")
+    for text in ("in version 3.14 of it", "seven of 12 apples", "a deadbeef"):
+        assert shape_of(text) == text
