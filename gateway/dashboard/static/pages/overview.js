@@ -80,10 +80,10 @@ export function render(root, {api, live, format, query, query_changed, every}) {
     const figure = (label, value, note, main) => el("div", main ? {class: "main"} : null, el("dt", null, label), el("dd", null, value), el("dd", null, note));
     const first = totals.first_token_ms ?? {}, inter = totals.inter_token_ms ?? {};
     refresh(figures,
-      figure("Tokens saved", format.tokens(sum("tokens")), `of ${format.tokens(totals.prompt_tokens)} of prompts`, true),
+      figure("Tokens saved", format.tokens(sum("tokens")), "of prompts and answers", true),
       figure("Time saved", format.ms(sum("ms")), "of computing", true),
       figure("Money saved", format.money(addMoney(all.map((one) => one.money))), `spent ${format.money(totals.cost)}`, true),
-      figure("Prompt from a cache", format.percent(format.ratio(totals.cached_tokens, totals.prompt_tokens)), `${format.tokens(totals.cached_tokens)} tokens`),
+      figure("Prompt from a cache", format.percent(format.ratio(totals.cached_tokens, totals.prompt_tokens)), `${format.tokens(totals.cached_tokens)} of ${format.tokens(totals.prompt_tokens)}`),
       figure("Requests", format.tokens(totals.requests), totals.errors ? `${format.count(totals.errors)} failed` : "none failed"),
       figure("First token", format.ms(first.p50), shares(first)),
       figure("Between tokens", format.ms(inter.p50), shares(inter)));

@@ -6,7 +6,7 @@ import {HITS} from "./overview.js";
 
 export const title = "Requests";
 
-const PAGE = 100, MOST = 400;  // rows of one answer, and of the page
+const PAGE = 100, MOST = 500;  // rows of one answer, and of the page
 const ERRORS = {"": "All", none: "Not failed", any: "Failed"};
 
 export function render(root, context) {
@@ -38,7 +38,10 @@ async function list(root, {api, live, format, query, query_changed, say}) {
     follow.setAttribute("aria-pressed", String(on));
     if (on) flush();
   }}, "Follow");
-  const older = el("button", {type: "button", hidden: true, onclick: () => load(last)}, "Older");
+  const older = el("button", {type: "button", hidden: true, onclick: () => {
+    follow.setAttribute("aria-pressed", "false");  // or they would be trimmed again
+    load(shown.at(-1));
+  }}, "Older");
   const form = el("form", {class: "filters", onsubmit: (event) => { event.preventDefault(); changed(); }, onchange: () => changed()},
     field({label: "Tenant", name: "tenant", value: filters.tenant, placeholder: "all"}),
     field({label: "Model", name: "model", value: filters.model, placeholder: "all"}),
@@ -48,7 +51,7 @@ async function list(root, {api, live, format, query, query_changed, say}) {
   const holder = el("div", {class: "card"}, table({caption: "Requests, newest first", columns, rows: [], hideCaption: true}));
   const body = holder.querySelector("tbody"), nothing = body.firstChild;
   replace(root, el("div", {class: "head"}, el("h1", null, title), kept, fresh), form, holder, el("div", null, older));
-  let last = null, waiting = [], asked = 0;
+  let shown = [], waiting = [], asked = 0;
 
   function changed() {
     for (const [name, value] of new FormData(form)) filters[name] = value.trim();
@@ -60,12 +63,11 @@ async function list(root, {api, live, format, query, query_changed, say}) {
     const number = ++asked;
     const answer = await api.get("/admin/requests", {...filters, before: before && key(before), limit: PAGE});
     if (number !== asked) return;
-    if (!before) { waiting = []; replace(body, nothing); last = null; }
+    if (!before) { waiting = []; shown = []; replace(body, nothing); }
     add(answer.requests, false);
     replace(kept, `The latest ${format.count(answer.kept)} are kept, without their texts.`, answer.stale && " Redis is unreachable: these are the last known.");
     older.hidden = !(answer.more ?? answer.requests.length === PAGE);
-    if (!before) say(answer.requests.length ? `${body.rows.length} requests shown` : "No request matches");
-    flush();
+    if (!before) { fresh.hidden = true; say(answer.requests.length ? `${body.rows.length} requests shown` : "No request matches"); }
   }
 
   function add(rows, first) {
@@ -73,8 +75,12 @@ async function list(root, {api, live, format, query, query_changed, say}) {
     nothing.remove();
     const made = rows.map((row) => tableRow(columns, row));
     first ? body.prepend(...made) : body.append(...made);
-    if (!first || !last) last = rows.at(-1);
-    if (first) while (body.rows.length > MOST) { body.lastChild.remove(); older.hidden = true; }
+    shown = first ? [...rows, ...shown] : [...shown, ...rows];
+    if (first && shown.length > MOST) {
+      shown.length = MOST;
+      while (body.rows.length > MOST) body.lastChild.remove();
+      older.hidden = false;
+    }
   }
 
   // What somebody reads or has the focus on does not move away under them.
@@ -85,8 +91,9 @@ async function list(root, {api, live, format, query, query_changed, say}) {
   }
 
   live.on("requests", (event) => {
-    const rows = (event.requests ?? event).filter((row) =>
-      ["tenant", "model", "hit"].every((name) => !filters[name] || row[name] === filters[name])
+    const have = new Set([...waiting, ...shown.slice(0, PAGE)].map(key));
+    const rows = event.filter((row) => !have.has(key(row))
+      && ["tenant", "model", "hit"].every((name) => !filters[name] || row[name] === filters[name])
       && (!filters.error || (filters.error === "any") === (row.status >= 400)));
     if (!rows.length) return;
     waiting = [...rows, ...waiting].slice(0, MOST);
