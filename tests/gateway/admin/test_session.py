@@ -8,13 +8,14 @@ from http.cookies import SimpleCookie
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from gateway.admin.session import EVERY_S, MAX_ADDRESSES, TRIES, Tries
 from gateway.api import sessions
 from gateway.api.sessions import COOKIE, CSRF_HEADER, LIFE_S
-from gateway.api.tenants import _digest
+from gateway.api.tenants import Auth, _digest
 from gateway.config import AuthSettings, TenantSettings
-from gateway.errors import RateLimitError
+from gateway.errors import RateLimitError, UnauthorizedError
 from tests.fakes.gateway import Gateway, running
 
 KEYS = AuthSettings(admin_keys=("admin-key-1", "admin-key-2"))
@@ -120,6 +121,16 @@ async def test_another_gateway_with_the_key_takes_the_cookie_and_one_without_it_
         async with running(auth=AuthSettings(admin_keys=("admin-key-2",))) as without:
             browser.gateway = without
             assert (await browser.get())[0] == 401
+
+
+def test_a_session_ends_when_its_key_is_removed_while_the_gateway_runs() -> None:
+    auth = Auth(KEYS, TENANTS, lambda: START_S)
+    cookie, _ = sessions.begin(_digest("admin-key-1"), START_S)
+    http = make_mocked_request("GET", "/admin/stats", headers={"Cookie": f"{COOKIE}={cookie}"})
+    assert auth.check_admin(http) == _digest("admin-key-1")
+    auth.replace(AuthSettings(admin_keys=("admin-key-2",)), TENANTS)
+    with pytest.raises(UnauthorizedError):
+        auth.check_admin(http)
 
 
 async def test_a_change_needs_the_token_of_this_very_session() -> None:
