@@ -1,5 +1,5 @@
-"""The command `kvasir`: serve | gateway | engine | batch | purge | reload | replicas | top. Reads flags, file and
-environment, and hands over.
+"""The command `kvasir`: serve | gateway | engine | batch | explain | purge | reload | replicas | top. Reads flags, file
+and environment, and hands over.
 
 Nothing heavy is imported before a command is known: `kvasir --help` is quick, and `kvasir gateway` needs no torch.
 """
@@ -19,8 +19,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
+from gateway.client.arguments import (
+    add_explain_parser,
+    add_purge_parser,
+    add_reload_parser,
+    add_replicas_parser,
+    add_top_parser,
+)
 from gateway.client.arguments import add_parser as add_batch_parser
-from gateway.client.arguments import add_purge_parser, add_reload_parser, add_replicas_parser, add_top_parser
 from gateway.config import REPLICA_FLAG, Settings, replica_of_flag
 from gateway.guard import terminate_at_eof
 from gateway.logs import flush, set_up
@@ -44,6 +50,9 @@ COMMANDS = {
     "engine": "start only an engine",
 }
 
+
+CLIENTS = ("batch", "explain", "purge", "reload", "replicas", "top")
+"""Commands for a gateway that runs."""
 
 SERVER = ("server.host", "server.port", "server.data_dir", "server.log_level", "redis.url")
 ENGINE = ("engine.model", "engine.served_name", "engine.device", "engine.kv_cache_bytes")
@@ -71,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("RUST_BACKTRACE", "0")  # of a panic, which native.py logs in one line
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser(show_all="--help-all" in arguments).parse_args(arguments)
-    if options.command in ("batch", "purge", "reload", "replicas", "top"):
+    if options.command in CLIENTS:
         return _client(options)
     config = options.config or os.environ.get(CONFIG_VARIABLE)
     flags = {path: getattr(options, path, None) for path in _paths()}
@@ -121,8 +130,7 @@ def guarded(command: str, work: Callable[[], int]) -> int:
 def _client(options: argparse.Namespace) -> int:
     from gateway.client import commands
 
-    own = {"purge": commands.purge, "reload": commands.reload, "replicas": commands.replicas, "top": commands.top}
-    run = own.get(options.command, commands.run)
+    run = commands.COMMANDS[options.command]
     try:
         return run(options, os.environ)
     except KeyboardInterrupt:
@@ -200,6 +208,7 @@ def _parser(*, show_all: bool = False) -> argparse.ArgumentParser:
             command.add_argument("--until-eof", action="store_true", help="end when standard input is closed")
         _add_settings(command, _paths() if show_all else MAIN[name])
     add_batch_parser(commands)
+    add_explain_parser(commands)
     add_purge_parser(commands)
     add_reload_parser(commands)
     add_replicas_parser(commands)

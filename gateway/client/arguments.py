@@ -1,5 +1,5 @@
-"""The arguments of `kvasir batch`, `purge`, `reload`, `replicas` and `top`. Imports nothing heavy: they are in the help
-texts of `kvasir`."""
+"""The arguments of `kvasir batch`, `explain`, `purge`, `reload`, `replicas` and `top`. Imports nothing heavy: they are
+in the help texts of `kvasir`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,17 @@ def add_reload_parser(commands: Any) -> None:
     """The command `reload`."""
     text = "have a running gateway read its settings again: tenants, keys, limits, prices, upstreams, aliases"
     _add_admin(commands.add_parser("reload", help=text, description=text, allow_abbrev=False))
+
+
+def add_explain_parser(commands: Any) -> None:
+    """The command `explain`."""
+    text = "tell why a request missed the cache, or where two requests stop being equal"
+    explain = commands.add_parser("explain", help=text, description=text, allow_abbrev=False)
+    explain.add_argument("files", nargs="*", type=Path, metavar="FILE", help="two bodies (JSON), the earlier one first")
+    explain.add_argument("--id", metavar="ID", help="in place of files: a request among the latest 2,000")
+    explain.add_argument("--endpoint", metavar="PATH", help="where both are sent. Default: told by the bodies")
+    explain.add_argument("--json", action="store_true", help="the answer as it is")
+    _add_admin(explain)
 
 
 def add_top_parser(commands: Any) -> None:

@@ -96,6 +96,13 @@ class Client:
         """What was removed, by engine. An incomplete purge has status 502 with the same figures."""
         return await self._json("POST", "/admin/cache/blocks/purge", takes=502, json=chosen)
 
+    async def explain(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Why a request missed. What cannot be compared is BAD_INPUT."""
+        answer = await self._json("POST", "/admin/explain", takes=400, json=asked)
+        if "error" in answer:
+            raise BatchCommandError(answer["error"]["message"], BAD_INPUT)
+        return answer
+
     async def reload(self) -> dict[str, Any]:
         """What was changed. Settings that cannot be used are BAD_INPUT, as at the start of a gateway."""
         answer = await self._json("POST", "/admin/reload", takes=400)

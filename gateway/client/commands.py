@@ -1,4 +1,4 @@
-"""What `kvasir batch`, `kvasir purge`, `kvasir reload`, `kvasir replicas` and `kvasir top` do."""
+"""What `kvasir batch`, `kvasir explain`, `kvasir purge`, `kvasir reload`, `kvasir replicas` and `kvasir top` do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from gateway.client.arguments import ADDED, DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE
 from gateway.client.client import BAD_INPUT, FAILED, BatchCommandError, Client, PassingError
+from gateway.client.explanation import lines as explanation_lines
 from gateway.client.files import check_file, writing
 from gateway.client.progress import Progress, details, list_row
 from gateway.client.top import top as show_top
@@ -192,6 +193,39 @@ async def _reload(client: Client) -> int:
     return 0
 
 
+def explain(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Returns the exit status: 0 done; 1 not answered; 2 files that cannot be read or compared."""
+    return _with_client(
+        "explain",
+        options.url,
+        environ,
+        environ.get(options.api_key_env, ""),
+        lambda client: _explain(client, options),
+    )
+
+
+async def _explain(client: Client, options: argparse.Namespace) -> int:
+    if len(options.files) != (0 if options.id else 2):
+        raise BatchCommandError("give two files, or --id and none", BAD_INPUT)
+    asked: dict[str, Any] = (
+        {"id": options.id} if options.id else dict(zip("ab", map(_body, options.files), strict=True))
+    )
+    if options.endpoint:
+        asked["endpoint"] = options.endpoint
+    told = await client.explain(asked)
+    _say(json.dumps(told) if options.json else "\n".join(explanation_lines(told)))
+    return 0
+
+
+def _body(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except OSError as error:
+        raise BatchCommandError(f"{file}: {error.strerror}", BAD_INPUT) from None
+    except ValueError as error:
+        raise BatchCommandError(f"{file} is no JSON: {error}", BAD_INPUT) from None
+
+
 def top(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Returns the exit status."""
     url = options.url or environ.get(URL_VARIABLE) or DEFAULT_URL
@@ -249,3 +283,13 @@ def _say(text: str) -> None:
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace, Mapping[str, str]], int]]] = {
+    "batch": run,
+    "explain": explain,
+    "purge": purge,
+    "reload": reload,
+    "replicas": replicas,
+    "top": top,
+}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from redis.asyncio import Redis
 
+from gateway import cli
 from tests.fakes import tokenisers
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.whole import Whole, whole
@@ -129,7 +132,32 @@ async def test_a_huge_and_a_deep_body_are_refused_or_compared() -> None:
         deep = '{"a":' + '{"x":' * 300 + "1" + "}" * 300 + "}"
         async with session.post(gateway.url + "/admin/explain", data=deep) as answer:
             assert answer.status == 400
-        text = "word " * 80_000
+        text = "word " * 30_000
         status, told = await post(session, gateway, {"a": chat(text, "a"), "b": chat(text, "b")})
-        assert (status, told["verdict"], told["equal_tokens"] > 80_000) == (200, "new_question", True)
+        assert (status, told["verdict"], told["equal_tokens"] > 30_000) == (200, "new_question", True)
         assert (await post(session, gateway, {"a": chat("x", "a"), "b": chat("x", "b")}))[0] == 200
+
+
+async def test_the_command_shows_both_requests_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / name for name in ("one.json", "other.json", "broken.json")]
+    for file, text in zip(files, ("Be brief.", "Be \x1b[31mbrief."), strict=False):
+        file.write_text(json.dumps(chat(f"{BOOK} {text}", "hello")))
+    files[2].write_text("{")
+    async with whole() as gateway:
+        monkeypatch.setenv("KVASIR_URL", gateway.url)
+
+        async def kvasir(*arguments: str) -> int:
+            return await asyncio.to_thread(cli.main, ["explain", *arguments])
+
+        assert await kvasir(str(files[0]), str(files[1])) == 0
+        shown = capsys.readouterr().out
+        assert "changed: The system message (number 0) was edited" in shown
+        assert "advice: Text that is edited belongs behind text that is not" in shown
+        assert "\x1b" not in shown
+        assert await kvasir(str(files[0]), str(files[2])) == 2
+        assert "is no JSON" in capsys.readouterr().err
+        assert await kvasir(str(files[0])) == 2
+        assert await kvasir("--id", "req_0") == 1
+        assert "latest 2,000" in capsys.readouterr().err
