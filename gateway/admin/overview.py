@@ -31,6 +31,9 @@ EVERY_S: Final = 2.0
 MAX_PAGES: Final = 32
 """That are open on /admin/live at a time, of one process."""
 
+LIVE_S: Final = 600.0
+"""After which /admin/live ends. A page begins it again, if its key or session still holds."""
+
 NEW_ROWS: Final = 200
 """That are looked at for new requests at each event."""
 
@@ -213,7 +216,7 @@ class OverviewPages:
         return reply_json(await self._overview.look(read_query(http.query, _QUERY).get("span", "hour")))
 
     async def live(self, http: web.Request) -> web.StreamResponse:
-        """GET /admin/live: events `overview` and `requests`, until the client or the server leaves."""
+        """GET /admin/live: events `overview` and `requests`, for LIVE_S, or until the client or the server leaves."""
         if len(self._pages) >= MAX_PAGES:
             raise OverloadedError(f"{MAX_PAGES} pages are open already.", retry_after_s=EVERY_S)
         answer = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
@@ -224,7 +227,8 @@ class OverviewPages:
             self._looking = tasks.spawn(self._look(), name="live")
         try:
             await answer.prepare(http)
-            while (event := await events.get()) is not None:
+            end_s = time.monotonic() + LIVE_S
+            while (event := await events.get()) is not None and time.monotonic() < end_s:
                 await answer.write(event)
             await answer.write_eof()
         finally:

@@ -9,6 +9,7 @@
 //   api      api.js                  live     live.js: on(event, handler)
 //   format   format.js               signal   of an AbortController: aborted when the page is left
 //   every(s, f)      calls f now and every s seconds while the page is shown and visible
+//   attempt(f)       calls f once; what goes wrong, here and in `every`, is said on top of the page until one works
 //   go(path, query)  to another address       say(text)  tells a screen reader, without moving the focus
 //   query_changed(query)  writes the address's QUERY without rendering the page again
 
@@ -59,11 +60,12 @@ async function show() {
   const ending = new AbortController(), ends = [];
   let over = false;
   leave = () => { over = true; ending.abort(); for (const end of ends) end(); };
-  const holder = el("div");
+  const holder = el("div"), note = el("div");
   const context = {
     path, query, api, format, signal: ending.signal,
     live: {on: (event, handler) => ends.push(live.on(event, handler))},
-    every: (s, work) => ends.push(every(s, work, holder)),
+    every: (s, work) => ends.push(every(s, attempting(holder, note, work))),
+    attempt: (work) => attempting(holder, note, work)(),
     go: (to, more) => { location.hash = hash(to, more); },
     say,
     query_changed: (more) => { history.replaceState(null, "", hash([name, ...path], more)); shown = location.hash; },
@@ -88,22 +90,28 @@ function trouble(error) {
   return el("p", {class: "problem", role: "alert"}, error instanceof api.ApiError ? error.message : "This page failed. The browser's console says more.");
 }
 
-function every(s, work, holder) {
-  let timer = null, busy = false;
-  const note = el("div");
-  const turn = async () => {
-    if (busy || document.hidden) return;
-    busy = true;
+function attempting(holder, note, work) {
+  return async () => {
     try {
       await work();
       note.remove();
     } catch (error) {
-      if (error.name !== "AbortError") { replace(note, trouble(error)); holder.prepend(note); }
-    } finally {
-      busy = false;
+      if (error.name === "AbortError") return;
+      replace(note, trouble(error));
+      holder.prepend(note);
     }
   };
-  timer = setInterval(turn, s * 1000);
+}
+
+function every(s, work) {
+  let busy = false;
+  const turn = async () => {
+    if (busy || document.hidden) return;
+    busy = true;
+    await work();
+    busy = false;
+  };
+  const timer = setInterval(turn, s * 1000);
   document.addEventListener("visibilitychange", turn);
   turn();
   return () => { clearInterval(timer); document.removeEventListener("visibilitychange", turn); };

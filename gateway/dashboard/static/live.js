@@ -4,9 +4,10 @@ import {address, needKey, session} from "./api.js";
 
 const LONGEST_MS = 30_000;
 const listeners = new Map();  // name of an event -> functions
-let source = null, timer = null, wait_ms = 1000, show = () => {};
+let source = null, timer = null, wait_ms = 1000, opened = false, show = () => {};
 
-/** `handler(data)` for each event of that name, until the function that it returns is called. */
+/** `handler(data)` for each event of that name, until the function that it returns is called. `reopened` is our own: what
+ *  came in between was missed. */
 export function on(name, handler) {
   if (!listeners.has(name)) {
     listeners.set(name, new Set());
@@ -34,7 +35,12 @@ function open() {
   clearTimeout(timer);
   source = new EventSource(address("/admin/live"));
   for (const name of listeners.keys()) source.addEventListener(name, hear);
-  source.onopen = () => { wait_ms = 1000; show("live"); };
+  source.onopen = () => {
+    wait_ms = 1000;
+    show("live");
+    if (opened) tell("reopened", null);
+    opened = true;
+  };
   source.onerror = lost;
 }
 
@@ -45,7 +51,11 @@ function hear(event) {
   } catch {
     return;
   }
-  for (const handler of [...listeners.get(event.type)]) handler(data);
+  tell(event.type, data);
+}
+
+function tell(name, data) {
+  for (const handler of [...(listeners.get(name) ?? [])]) handler(data);
 }
 
 // EventSource itself gives up after an answer that is no stream, such as a 401 or a 503.

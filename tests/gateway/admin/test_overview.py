@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.admin import overview
 from gateway.admin.overview import MAX_PAGES
 from gateway.admin.requests import BUCKETS, FIRST_TOKEN, bucket, percentile
 from gateway.admin.sources import EngineStatus
@@ -141,6 +142,12 @@ async def test_live_sends_the_overview_and_new_requests_and_ends_with_the_server
         assert [row["id"] for row in rows] == [headers["x-request-id"]]
         await gateway.app.shutdown()
         assert b"event: requests" not in await live.content.read()
+
+
+async def test_live_ends_after_a_while_so_that_a_key_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview, "LIVE_S", 0.0)
+    async with running() as gateway, gateway.session.get(gateway.url + "/admin/live") as live:
+        assert await live.content.read() == b""
 
 
 async def test_no_more_pages_are_live_than_a_gateway_can_serve() -> None:

@@ -18,7 +18,7 @@ const SAVERS = {
   batch: ["Batch", "--c-batch", "the lower price of batches"],
 };
 
-export function render(root, {api, live, format, query, query_changed, every}) {
+export function render(root, {api, live, format, query, query_changed, every, attempt}) {
   let span = query.get("span") in SPANS ? query.get("span") : "hour";
   const buttons = Object.entries(SPANS).map(([name, label]) =>
     el("button", {type: "button", "data-span": name, onclick: () => choose(name)}, label));
@@ -48,7 +48,7 @@ export function render(root, {api, live, format, query, query_changed, every}) {
   function choose(name) {
     span = name;
     query_changed({span: name === "hour" ? "" : name});
-    load();
+    attempt(load);
   }
 
   async function load() {

@@ -15,7 +15,7 @@ export function render(root, context) {
 
 // -- the list ---------------------------------------------------------------------------------------------------------
 
-async function list(root, {api, live, format, query, query_changed, say}) {
+async function list(root, {api, live, format, query, query_changed, say, attempt}) {
   const filters = {tenant: "", model: "", hit: "", error: "", ...Object.fromEntries(query)};
   const columns = [
     {label: "Time", header: true, class: "nowrap", value: (row) => el("a", {href: link(row), title: format.fullTime(row.at_s)}, format.time(row.at_s))},
@@ -40,7 +40,7 @@ async function list(root, {api, live, format, query, query_changed, say}) {
   }}, "Follow");
   const older = el("button", {type: "button", hidden: true, onclick: () => {
     follow.setAttribute("aria-pressed", "false");  // or they would be trimmed again
-    load(shown.at(-1));
+    attempt(() => load(shown.at(-1)));
   }}, "Older");
   const form = el("form", {class: "filters", onsubmit: (event) => { event.preventDefault(); changed(); }, onchange: () => changed()},
     field({label: "Tenant", name: "tenant", value: filters.tenant, placeholder: "all"}),
@@ -51,19 +51,19 @@ async function list(root, {api, live, format, query, query_changed, say}) {
   const holder = el("div", {class: "card"}, table({caption: "Requests, newest first", columns, rows: [], hideCaption: true}));
   const body = holder.querySelector("tbody"), nothing = body.firstChild;
   replace(root, el("div", {class: "head"}, el("h1", null, title), kept, fresh), form, holder, el("div", null, older));
-  let shown = [], waiting = [], asked = 0;
+  let shown = [], waiting = [], asked = 0, missed = false;
 
   function changed() {
     for (const [name, value] of new FormData(form)) filters[name] = value.trim();
     query_changed(filters);
-    load(null);
+    attempt(() => load(null));
   }
 
   async function load(before) {
     const number = ++asked;
     const answer = await api.get("/admin/requests", {...filters, before: before && key(before), limit: PAGE});
     if (number !== asked) return;
-    if (!before) { waiting = []; shown = []; replace(body, nothing); }
+    if (!before) { waiting = []; shown = []; missed = false; replace(body, nothing); }
     add(answer.requests, false);
     replace(kept, `The latest ${format.count(answer.kept)} are kept, without their texts.`, answer.stale && " Redis is unreachable: these are the last known.");
     older.hidden = !(answer.more ?? answer.requests.length === PAGE);
@@ -86,6 +86,7 @@ async function list(root, {api, live, format, query, query_changed, say}) {
   // What somebody reads or has the focus on does not move away under them.
   function flush() {
     fresh.hidden = true;
+    if (missed) { attempt(() => load(null)); return; }
     add(waiting, true);
     waiting = [];
   }
@@ -97,10 +98,16 @@ async function list(root, {api, live, format, query, query_changed, say}) {
       && (!filters.error || (filters.error === "any") === (row.status >= 400)));
     if (!rows.length) return;
     waiting = [...rows, ...waiting].slice(0, MOST);
+    offer();
+  });
+  live.on("reopened", () => { missed = true; offer(); });
+
+  function offer() {
     if (follow.getAttribute("aria-pressed") === "true" && !holder.matches(":hover, :focus-within")) { flush(); return; }
     fresh.hidden = false;
-    replace(fresh, `Show ${waiting.length} new`);
-  });
+    replace(fresh, missed ? "Show the latest" : `Show ${waiting.length} new`);
+  }
+
   await load(null);
 }
 
