@@ -38,6 +38,8 @@ from gateway.files.folder import Folder
 from gateway.files.store import FileStore
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
+from gateway.issued.directory import Directory
+from gateway.issued.stores import FileIssued, IssuedStore, RedisIssued
 from gateway.ledger.base import COLUMNS
 from gateway.ledger.books import Book, MemoryBook, RedisBook
 from gateway.ledger.history import SPANS, History
@@ -74,7 +76,7 @@ from gateway.types import Trace
 from gateway.upstreams.cached_prefixes import ALONE, Shared
 from gateway.upstreams.cached_prefixes import STORE as PREFIXES
 from gateway.upstreams.connections import find_proxy
-from gateway.upstreams.stage import Upstreams
+from gateway.upstreams.stage import Upstreams, UpstreamSet
 from gateway.upstreams.translation.forms import FORMS
 from gateway.upstreams.translation.stage import Translation
 from gateway.version import installed_version
@@ -171,6 +173,10 @@ class Gateway:
             None if calls is None else RedisCounters(calls, lease_s=lease_s), MemoryCounters(lease_s=lease_s)
         )
         self.limits = TenantLimits(settings.limits, settings.tenants, counters)
+        calls = self._calls()
+        kept: IssuedStore = FileIssued(settings.server.data_dir) if calls is None else RedisIssued(calls)
+        self.directory = Directory(kept, settings.tenants, time.time)
+        self.directory.on_change = self._use_tenants
         self.upstreams = Upstreams(
             settings.upstreams,
             self.upstream_keys,
@@ -178,6 +184,9 @@ class Gateway:
             queue=settings.queue,
             num_tenants=len(settings.tenants),
             shared=self._shared_prefixes(),
+        )
+        self._plan_upstreams: Callable[[int], UpstreamSet] = lambda num_tenants: self.upstreams.plan(
+            settings.upstreams, self.upstream_keys, self.upstream_proxies, num_tenants
         )
         self.figures = EngineFigures(lambda: self.registry.engines)
         own = settings.response_cache
@@ -233,6 +242,7 @@ class Gateway:
             requests=self.requests,
             secret=partial(self.secret.of_model, "digests of prompts"),
             audit=self.audit,
+            directory=self.directory,
             reload=lambda: self.reload(),
             sources=Sources(
                 refresh=self.figures.refresh,
@@ -266,20 +276,30 @@ class Gateway:
         """A function that makes what may change of the settings hold from then on, at once and without fail. Raises
         ConfigError."""
         keys, proxies = upstream_keys(settings, environ), upstream_proxies(settings, environ)
-        upstreams = self.upstreams.plan(settings.upstreams, keys, proxies, len(settings.tenants))
-        modes, semantic_modes = _modes(settings, "response_cache"), _modes(settings, "semantic_cache")
+
+        def plan_upstreams(num_tenants: int) -> UpstreamSet:
+            return self.upstreams.plan(settings.upstreams, keys, proxies, num_tenants)
+
+        plan_upstreams(len(settings.tenants))  # raises what is wrong
 
         def use() -> None:
             self.settings = settings
-            self.upstreams.use(upstreams)
+            self._plan_upstreams = plan_upstreams
             self.prices.replace(settings.prices, settings.batches.price, self._hosts())
-            self.limits.replace(settings.limits, settings.tenants)
-            self.response_cache.modes = modes
-            if self.semantic_cache is not None:
-                self.semantic_cache.replace(semantic_modes, _semantic_namespaces(settings))
-            self._use(settings)
+            self.directory.replace(settings.tenants)
+            self._use_tenants()
 
         return use
+
+    def _use_tenants(self) -> None:
+        """From now on there are the tenants of the directory."""
+        settings = self.settings.model_copy(update={"tenants": self.directory.tenants()})
+        self.upstreams.use(self._plan_upstreams(len(settings.tenants)))
+        self.limits.replace(settings.limits, settings.tenants)
+        self.response_cache.modes = _modes(settings, "response_cache")
+        if self.semantic_cache is not None:
+            self.semantic_cache.replace(_modes(settings, "semantic_cache"), _semantic_namespaces(settings))
+        self._use(settings)
 
     def _calls(self) -> RedisCalls | None:
         """Of one store, so that none waits for a turn behind another. None without Redis."""

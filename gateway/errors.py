@@ -10,6 +10,7 @@ api/ writes these in its own shape.
     +-- NotFoundError              404                          retry: no
     |   +-- ModelNotFoundError     404  model_not_found
     +-- MethodNotAllowedError      405  (Allow)                 retry: no
+    +-- ConflictError              409  conflict                retry: no, something is there already, or not yet
     +-- BodyTooLargeError          413                          retry: no
     +-- FileTooLargeError          413                          retry: no
     +-- QueueFullError             429  rate_limit_exceeded     retry: after retry_after_s
@@ -130,6 +131,14 @@ class ModelNotFoundError(NotFoundError):
 class MethodNotAllowedError(KvasirError):
     status = 405
     type = "invalid_request_error"
+
+
+class ConflictError(KvasirError):
+    """What is requested does not fit what there is."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
 
 
 class BodyTooLargeError(KvasirError):

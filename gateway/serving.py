@@ -101,6 +101,7 @@ async def serve(
         )
         close_with(stack, gateway)
         app = gateway.web_app()
+        await gateway.directory.refresh()
         if read is not None:
             _reload_with(Reloading(read, given, settings, partial(_use, gateway, environ)), gateway, stop)
         runner = app_runner(app, settings.server)
@@ -170,7 +171,15 @@ def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     """Closes the stages with the stack, last first."""
     stack.callback(gateway.prompts.close)
     stack.callback(gateway.embedder.close)
-    stages = (gateway.answers, gateway.index, gateway.history, gateway.ledger, gateway.files, gateway.limits)
+    stages = (
+        gateway.directory,
+        gateway.answers,
+        gateway.index,
+        gateway.history,
+        gateway.ledger,
+        gateway.files,
+        gateway.limits,
+    )
     for stage in (*stages, gateway.upstreams):
         stack.push_async_callback(stage.close)
     if gateway.batch_redis is not None:
@@ -184,7 +193,7 @@ def _start(gateway: Gateway) -> None:
     if gateway.semantic_cache is not None:
         gateway.semantic_cache.start()
     stages = (gateway.files, gateway.upstreams, gateway.history, gateway.ledger, gateway.limits, gateway.index)
-    for stage in (*stages, gateway.answers, gateway.registry):
+    for stage in (*stages, gateway.answers, gateway.registry, gateway.directory):
         stage.start()
 
 

@@ -19,6 +19,7 @@ STAGES = (
     "engines",
     "replicas",
     "files",
+    "issued",
     "ledger",
     "limits",
     "upstreams",
@@ -46,6 +47,8 @@ FOUNDATION = {
 }
 PROMISES = {
     "gateway.files.store",
+    "gateway.issued.base",
+    "gateway.issued.directory",
     "gateway.limits.limits",
     "gateway.queues.batch.base",
     "gateway.queues.batch.store",

@@ -122,7 +122,8 @@ def generating(
 
 class LineRequest(NamedTuple):
     """A line. `endpoint` is the name of one; `headers` are for upstreams, besides those of the endpoint. `num_bytes`
-    are those of its row, `work` is the work of reading it (tasks.work_of)."""
+    are those of its row, `work` is the work of reading it (tasks.work_of).
+    `asked` is the model by the row's own name, perhaps an alias."""
 
     endpoint: str
     tenant: Tenant
@@ -132,6 +133,7 @@ class LineRequest(NamedTuple):
     headers: Headers = ()
     num_bytes: int = 0
     work: int = 0
+    asked: str | None = None
 
 
 class Answered(NamedTuple):
@@ -176,6 +178,7 @@ class BatchRunner:
     formats          by the name of the dialect
     all_joined       every engine has named its model, so that a model which none has does not exist
     refuses_unknown  whether unknown fields of a tenant's lines are refused
+    may_use          whether a tenant may use a model
     """
 
     settings: BatchSettings
@@ -188,6 +191,7 @@ class BatchRunner:
     namespaces: Namespaces
     refuses_unknown: Callable[[str], bool]
     router: Router
+    may_use: Callable[[str, str], bool]
 
     def check(self, job: Job, rows: BinaryIO) -> Checked:
         return self.formats[job.dialect].check(job, rows)
@@ -245,6 +249,8 @@ class BatchRunner:
 
     async def _answer(self, line: LineRequest, record: Record) -> Answered:
         """Raises KvasirError."""
+        if line.asked is not None and not self.may_use(line.tenant.name, line.asked):
+            raise ModelNotFoundError(line.asked)
         for name in ("stream", "background"):
             if line.body.get(name):
                 raise BadRequestError(f"A line of a batch has no `{name}`.", param=name, code="unsupported_parameter")
@@ -317,11 +323,13 @@ class BatchRunner:
         rows = self.formats[job.dialect]
         endpoint, body = rows.request(job, row)
         tenant, headers = Tenant(job.tenant), rows.headers(job)
-        if isinstance(asked := body.get("model"), str):
+        asked = body.get("model")
+        if isinstance(asked, str):
             asks = self.endpoints[endpoint]
-            name, translated = asks.dialect.name, asks.chats
-            body["model"] = self.router.line_target(asked, tenant, name, asks.path, translated=translated)
-        return LineRequest(endpoint, tenant, body, job.namespace or "", request_id, headers, num_bytes, work)
+            dialect, translated = asks.dialect.name, asks.chats
+            body["model"] = self.router.line_target(asked, tenant, dialect, asks.path, translated=translated)
+        name = asked if isinstance(asked, str) else None
+        return LineRequest(endpoint, tenant, body, job.namespace or "", request_id, headers, num_bytes, work, name)
 
     def _record(self, line: LineRequest) -> Record:
         return Record(

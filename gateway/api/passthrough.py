@@ -34,6 +34,7 @@ from gateway.api.record import (
     failed,
     known_error,
     kvasir_headers,
+    listed,
 )
 from gateway.api.replies import data, event
 from gateway.api.resend import Rendered, find_keeper
@@ -131,7 +132,7 @@ class Passthrough:
         for name, targets in self.aliases.listed(record.tenant or "").items():
             if served := [known[target] for target in targets if target in known]:
                 known.setdefault(name, served[0])
-        return known
+        return listed(known, record)
 
     def serves(self, model: str, tenant: Tenant) -> bool:
         """Whether a request of the tenant for this model goes to an upstream."""

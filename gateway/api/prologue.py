@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 from aiohttp import web
 
@@ -21,15 +23,21 @@ from gateway.api.body import read_json, read_raw
 from gateway.api.cache_control import from_headers
 from gateway.api.dialect import Handler, Route
 from gateway.api.gemini.request import model_name
+from gateway.api.gemini.wire import GEMINI
 from gateway.api.middleware import DIALECTS, dialect_of
 from gateway.api.passthrough import Passthrough
-from gateway.api.record import ADMIN_KEY, BODY, RECORD, TENANT
+from gateway.api.record import ADMIN_KEY, BODY, ISSUED, RECORD, TENANT
 from gateway.api.resend import ResendCache
 from gateway.api.router import Router
 from gateway.api.tenants import NAMESPACE_HEADER, Auth
 from gateway.config import ServerSettings
+from gateway.errors import ForbiddenError, ModelNotFoundError
+from gateway.issued.directory import Directory
 from gateway.limits.limits import TenantLimits
 from gateway.types import Allowance, Tenant
+
+_BATCHES: Final = ("/v1/batches", "/v1/messages/batches")
+"""Routes that make one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class Prologue:
     router: Router
     refuses_unknown: Callable[[str], bool]
     audit: AuditLog
+    directory: Directory
 
     def handlers(self, routes: Mapping[str, Iterable[Route]]) -> dict[tuple[str, str], Handler]:
         """Method and path -> handler, of the routes of all dialects, by name. What several of them have goes to the one
@@ -67,14 +76,17 @@ class Prologue:
                 http[ADMIN_KEY] = self.auth.check_admin(http)
             elif route.key == "tenant":
                 tenant = self.admit(http)
-                # 2. Resend.
-                if resends:
+                self._check_model(http, dialect)
+                # 2. Resend. What it has was not looked at for this key's models.
+                if resends and http[RECORD].may_use is None:
                     sent = await read_raw(http, self.server)
                     if (known := await self.resends.answer(http, tenant, sent)) is not None:
                         return known
             # 3. Read, and find the targets of an alias.
             if reads:
                 http[BODY] = await read_json(http, self.server)
+                if route.key == "tenant":
+                    self._check_model(http, dialect)
                 if route.key == "tenant" and (alias := self.router.find(http)) is not None:
                     return await self.router.answer(http, alias, lambda: rest(http), generates=route.passes is not None)
             return await rest(http)
@@ -113,7 +125,24 @@ class Prologue:
         record.reuse = from_headers(http.headers)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
         record.may_have_priority = tenant.priority
+        key = http.get(ISSUED)
+        if self.directory.has_list(tenant.name, key):
+            record.may_use = partial(self.directory.allows, tenant.name, key)
+        if key is not None and key.models and http.method == "POST" and http.path in _BATCHES:
+            raise ForbiddenError("This key is for certain models only, and a batch may name any: use another key.")
         return tenant
+
+    def _check_model(self, http: web.Request, dialect: str) -> None:
+        """Of the URL, or of the body once it is read. Raises ModelNotFoundError for one that may not be used."""
+        may_use = http[RECORD].may_use
+        if may_use is None:
+            return
+        body = http.get(BODY, {})
+        model = http.match_info.get("model", body.get("model") if isinstance(body, dict) else None)
+        if isinstance(model, str):
+            name = model_name(model) if dialect == GEMINI.name else model
+            if not may_use(name):
+                raise ModelNotFoundError(name)
 
 
 def _by_dialect(handlers: Mapping[str, Handler]) -> Handler:

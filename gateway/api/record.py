@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import quote
@@ -20,6 +20,7 @@ from gateway.api.dialect import Dialect
 from gateway.api.unknown_fields import HEADER as IGNORED_FIELDS
 from gateway.api.unknown_fields import IgnoredFields
 from gateway.errors import KvasirError
+from gateway.issued.base import IssuedKey
 from gateway.ledger.base import Entry
 from gateway.limits.limits import Hold
 from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage
@@ -89,6 +90,7 @@ class Record:
     reuse: Reuse = PLAIN_REUSE  # what its headers say of the response cache
     model: str | None = None
     target: ChosenTarget | None = None  # of an alias
+    may_use: Callable[[str], bool] | None = None  # which models, by the names that clients use; None: all
     spent: list[Spent] = field(default_factory=list)  # by targets before it
     cors: Mapping[str, str] = field(default_factory=dict)  # headers for browsers
     allowance: Allowance | None = None  # what the tenant may still send, when it asked
@@ -161,6 +163,9 @@ RECORD: web.RequestKey[Record] = web.RequestKey("record", Record)
 TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
 """The tenant, on routes that need a tenant's key."""
 
+ISSUED: web.RequestKey[IssuedKey] = web.RequestKey("issued", IssuedKey)
+"""The key that the request came with, if an admin made it."""
+
 ADMIN_KEY: web.RequestKey[bytes] = web.RequestKey("admin_key", bytes)
 """A digest of the key that opened /admin."""
 
@@ -221,6 +226,12 @@ def is_final(record: Record) -> bool:
     (trace,) = record.traces
     passed = trace.by_upstream and trace.lookup is not None and trace.lookup.outcome == "bypass"
     return passed or (trace.hit is not None and trace.repeat is None)
+
+
+def listed(models: Mapping[str, int], record: Record) -> dict[str, int]:
+    """Those that the request's tenant and key may use."""
+    may_use = record.may_use
+    return dict(models) if may_use is None else {name: at for name, at in models.items() if may_use(name)}
 
 
 def elapsed_ms(record: Record) -> float:

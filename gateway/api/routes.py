@@ -29,6 +29,7 @@ from gateway.admin.requests import RequestLog, RequestPages
 from gateway.admin.session import SessionPages
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import LoopLag
+from gateway.admin.tenants import TenantPages
 from gateway.api.aliases import Aliases
 from gateway.api.answering import Answering
 from gateway.api.anthropic.files import file_routes as anthropic_files
@@ -73,6 +74,7 @@ from gateway.api.unknown_fields import RefusingTenants
 from gateway.api.warming import Audited, Claims, Warming, warm_targets
 from gateway.config import Reloaded, ServerSettings, Settings
 from gateway.files.store import FileStore
+from gateway.issued.directory import Directory
 from gateway.ledger.history import History
 from gateway.limits.limits import TenantLimits
 from gateway.pipeline import Pipeline
@@ -136,6 +138,7 @@ def build_app(
     secret: Callable[[], Awaitable[str]],
     cost: Callable[[str, int, int], int | None],
     audit: AuditLog,
+    directory: Directory,
     reload: Callable[[], Awaitable[Reloaded]],
     claims: Claims | None = None,
     audited: Audited = lambda *_: None,
@@ -158,13 +161,14 @@ def build_app(
     secret         of all gateways, for digests of prompts
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
     audit          has the changes of admins
+    directory      has the tenants and keys that admins made
     reload         reads the settings again, and uses them by `app[USE]` among others
     claims         of prompts that one gateway of several has cached by an upstream
     audited        counts what [[warm]] costs
     Raises ConfigError for prompts of [[warm]] that cannot be used.
     """
     server, batches = settings.server, settings.batches
-    keys = Auth(settings.auth, settings.tenants, now)
+    keys = Auth(settings.auth, settings.tenants, directory, now)
     purge = PurgePage(settings.namespaces, engines)
     named = Namespaces(settings.namespaces, settings.tenants, settings.prompt.cache_key)
     aliases = Aliases(settings.aliases)
@@ -179,7 +183,7 @@ def build_app(
     overview = OverviewPages(Overview(history, sources.ledger, log, admin.figures, now), log)
     refuses_unknown = RefusingTenants(settings.api, settings.tenants)
     resends = ResendCache(_resend_bytes(settings), models, passthrough.serves, limits)
-    prologue = Prologue(server, keys, limits, resends, passthrough, router, refuses_unknown, audit)
+    prologue = Prologue(server, keys, limits, resends, passthrough, router, refuses_unknown, audit, directory)
     answering = Answering(
         server,
         named,
@@ -234,6 +238,7 @@ def build_app(
             *audit.routes(),
             *BatchPages(jobs).routes(),
             *ReloadPage(reload).routes(),
+            *TenantPages(directory, now).routes(),
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)
@@ -256,6 +261,7 @@ def build_app(
         named,
         refuses_unknown,
         router,
+        lambda tenant, model: directory.allows(tenant, None, model),
     )
     app[WARMING] = Warming(server, warm_targets(settings, answering, aliases), answering, audited, claims)
 

@@ -22,10 +22,11 @@ from engine.protocol import TOKEN_BYTES
 from gateway.api import sessions
 from gateway.api.call import Call
 from gateway.api.fields import shown
-from gateway.api.record import Record
+from gateway.api.record import ISSUED, Record
 from gateway.api.sessions import Session
 from gateway.config import ALL_TENANTS, PRIVATE, AuthSettings, CacheKeyMode, NamespaceSettings, TenantSettings
 from gateway.errors import ForbiddenError, UnauthorizedError
+from gateway.issued.directory import Directory
 from gateway.limits.limits import TenantLimits
 from gateway.types import ANONYMOUS, ChatPrompt, Need, Prompt, Scope, Tenant, TextPrompt, TokenPrompt
 
@@ -45,23 +46,25 @@ ONLY_COUNTED: Final = Need(generates=False)
 
 
 class Auth:
-    """The keys of [auth] and [[tenants]]."""
+    """The keys of [auth] and [[tenants]], and those that admins made."""
 
     def __init__(
-        self, auth: AuthSettings, tenants: Sequence[TenantSettings], now: Callable[[], float] = time.time
+        self,
+        auth: AuthSettings,
+        tenants: Sequence[TenantSettings],
+        directory: Directory,
+        now: Callable[[], float] = time.time,
     ) -> None:
-        """`now` is in seconds since 1970."""
+        """`directory` has the keys that admins made. `now` is in seconds since 1970."""
         self._now = now
+        self._directory = directory
         self._anonymous = Tenant(ANONYMOUS)
         self.replace(auth, tenants)
 
     def replace(self, auth: AuthSettings, tenants: Sequence[TenantSettings]) -> None:
         """From now on these keys hold."""
-        self._tenants = {
-            _digest(key): Tenant(one.name, weight=one.weight, priority=one.priority)
-            for one in tenants
-            for key in one.keys
-        }
+        self._named = {one.name: Tenant(one.name, weight=one.weight, priority=one.priority) for one in tenants}
+        self._tenants = {_digest(key): self._named[one.name] for one in tenants for key in one.keys}
         self._admins = {_digest(key) for key in auth.admin_keys}
 
     def tenant(self, http: web.Request) -> Tenant:
@@ -74,6 +77,9 @@ class Auth:
         digest = _digest(key)
         if (tenant := self._tenants.get(digest)) is not None:
             return tenant
+        if (issued := self._directory.find(digest.hex())) is not None and issued.tenant in self._named:
+            http[ISSUED] = issued
+            return self._named[issued.tenant]
         if digest in self._admins:
             raise ForbiddenError("This is an admin key, which opens /admin only. Send the key of a tenant.")
         raise UnauthorizedError("Incorrect API key provided.")
@@ -100,7 +106,8 @@ class Auth:
             )
         if (admin := self.admin_of(key)) is not None:
             return admin
-        if _digest(key) in self._tenants:
+        digest = _digest(key)
+        if digest in self._tenants or self._directory.find(digest.hex()) is not None:
             raise ForbiddenError("This is the key of a tenant; /admin needs an admin key.")
         raise _no_admin_key(http, "Incorrect admin key provided.", code="invalid_api_key")
 

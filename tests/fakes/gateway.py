@@ -24,7 +24,7 @@ from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.descriptors import REFUSED, Site
 from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
-from gateway.api.routes import REPLAYS, RUNNER, app_runner, build_app
+from gateway.api.routes import REPLAYS, RUNNER, USE, app_runner, build_app
 from gateway.app import no_reload
 from gateway.config import (
     AliasSettings,
@@ -54,6 +54,7 @@ from gateway.config import (
 from gateway.errors import BadRequestError
 from gateway.files.folder import Folder
 from gateway.files.store import FileStore
+from gateway.issued.directory import Directory
 from gateway.ledger.books import MemoryBook
 from gateway.ledger.history import SPANS, History
 from gateway.ledger.ledger import Ledger
@@ -78,6 +79,7 @@ from gateway.storage.ring import Ring
 from gateway.upstreams.stage import Upstreams
 from tests.fakes.answers import FakeAnswers
 from tests.fakes.embedding import no_embedder
+from tests.fakes.issued import MemoryIssued
 from tests.fakes.pipeline import FakeDecoders, FakeModels, FakePipeline
 from tests.fakes.purged import FakePurged
 from tests.fakes.tuned import tuned
@@ -194,6 +196,7 @@ class Options:
     waits: QueueSettings = field(default_factory=QueueSettings)  # for a slot at one of those
     response_store: ByteStore | None = None  # of stored responses; None is memory
     response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))
+    directory: Directory | None = None  # None is one of the tenants, that nothing was made in yet
     fleet: Fleet | None = None  # None is one without servers
     files: FileSettings = field(
         default_factory=FileSettings
@@ -244,7 +247,8 @@ def make_app(
         prompt=PromptSettings(cache_key=given.cache_key),
         response_cache=ResponseCacheSettings(max_rendered_bytes=given.rendered_bytes),
     )
-    return build_app(
+    directory = given.directory or Directory(MemoryIssued(), given.tenants, given.now)
+    app = build_app(
         settings,
         pipeline=pipeline or FakePipeline(),
         models=models or FakeModels(),
@@ -266,6 +270,7 @@ def make_app(
         history=history,
         requests=given.requests or Ring("requests", MOST, None),
         secret=_secret,
+        directory=directory,
         audit=AuditLog(audit or Path("/nowhere"), given.now),
         sources=Sources(
             refresh=_nothing_to_fetch,
@@ -291,6 +296,14 @@ def make_app(
             cold=lambda: state.get("cold"),
         ),
     )
+
+    def use() -> None:
+        tenants = directory.tenants()
+        limits.replace(given.limited, tenants)
+        app[USE](settings.model_copy(update={"tenants": tenants}))
+
+    directory.on_change = use
+    return app
 
 
 def limits_of(given: Options) -> TenantLimits:

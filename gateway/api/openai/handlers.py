@@ -17,7 +17,7 @@ from gateway.api.openai.parameters import CHAT, COMPLETION
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.openai.response import ChatShape, CompletionShape, model_json
 from gateway.api.openai.wire import OPENAI
-from gateway.api.record import RECORD, Record
+from gateway.api.record import RECORD, Record, listed
 from gateway.api.replies import page_json, reply_json
 from gateway.api.stream import Generation
 from gateway.api.tiers import grant
@@ -111,4 +111,5 @@ class OpenAI:
     def _models(self, http: web.Request) -> Mapping[str, int]:
         """Embedding models are last: a client that takes the first model wants one that generates."""
         models = self._answering.passthrough.models(http[RECORD])
-        return {**models, **{name: at for name, at in self._answering.embedding_models.items() if name not in models}}
+        embedding = listed(self._answering.embedding_models, http[RECORD])
+        return {**models, **{name: at for name, at in embedding.items() if name not in models}}

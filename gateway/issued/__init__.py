@@ -1,0 +1,1 @@
+"""Tenants and keys that admins make while the gateway runs."""

@@ -1,0 +1,240 @@
+"""The tenants that there are now, those of the file and those that admins made, and the keys that admins made.
+
+Every gateway and worker looks each second whether what is kept has changed; the one that changes it uses it at once.
+While Redis is away the last known go on working, and changes are refused. A tenant of the file wins over one that was
+made with its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from gateway import tasks
+from gateway.config import TenantSettings
+from gateway.errors import ConflictError, NotFoundError, RedisDownError, StorageError
+from gateway.issued.base import (
+    MAX_KEYS,
+    MAX_TENANTS,
+    Issued,
+    IssuedKey,
+    MadeTenant,
+    allows,
+    digest_of,
+    make_tenant,
+    table_of,
+    written,
+)
+from gateway.issued.stores import Changes, IssuedStore
+from gateway.types import ANONYMOUS
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+"""From one look for changes of others to the next."""
+
+TRIES: Final = 5
+"""Of a change, where others change something at the same time."""
+
+PREFIX: Final = "kv-"
+_KEY_BYTES: Final = 32
+
+
+class Directory:
+    """`find` and `tenants` never wait. Changes raise KvasirError, and have then changed nothing, or, where Redis did
+    not answer in time, perhaps all of it."""
+
+    def __init__(self, store: IssuedStore, file_tenants: Sequence[TenantSettings], now: Callable[[], float]) -> None:
+        """`now` is in seconds since 1970."""
+        self._store = store
+        self._now = now
+        self._issued = Issued()
+        self._by_digest: dict[str, IssuedKey] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        self.stale = False
+        """Whether what is kept could not be read the last time."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when tenants or keys have become others. Never fails."""
+        self.replace(file_tenants)
+
+    def replace(self, file_tenants: Sequence[TenantSettings]) -> None:
+        """From now on these are the file's. Does not call `on_change`."""
+        self._file = {one.name: one for one in file_tenants}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the file has no tenants: then the server asks for no keys, and there are no others."""
+        return not self._file
+
+    @property
+    def issued(self) -> Issued:
+        return self._issued
+
+    def tenants(self) -> tuple[TenantSettings, ...]:
+        """All of them; those that were made have no keys here."""
+        if self.is_open:
+            return ()
+        made = (one.settings for name, one in self._issued.tenants.items() if name not in self._file)
+        return (*self._file.values(), *made)
+
+    def is_of_file(self, name: str) -> bool:
+        return name in self._file
+
+    def find(self, digest: str) -> IssuedKey | None:
+        """The key with this SHA-256 (hex), if it has not expired and its tenant is there."""
+        key = self._by_digest.get(digest)
+        if key is None or self.is_open or self._has_expired(key) or not self._has(key.tenant):
+            return None
+        return key
+
+    def allows(self, tenant: str, key: IssuedKey | None, model: str) -> bool:
+        """Whether the tenant, and the key if there is one, may use a model."""
+        made = None if tenant in self._file else self._issued.tenants.get(tenant)
+        if made is not None and not allows(made.models, model):
+            return False
+        return key is None or allows(key.models, model)
+
+    def has_list(self, tenant: str, key: IssuedKey | None) -> bool:
+        """Whether there is any model that `allows` refuses."""
+        made = None if tenant in self._file else self._issued.tenants.get(tenant)
+        return bool((made is not None and made.models) or (key is not None and key.models))
+
+    async def make_tenant(self, table: Mapping[str, Any], models: tuple[str, ...]) -> MadeTenant:
+        """Raises ValueError for what cannot be one."""
+        made = make_tenant(table, models)
+        name = made.settings.name
+
+        def changes(issued: Issued) -> Changes:
+            self._check_open()
+            if name in self._file or name in issued.tenants or name == ANONYMOUS:
+                where = "in the file of settings" if name in self._file else "already"
+                raise ConflictError(f"There is a tenant `{name}` {where}.", param="name")
+            if len(issued.tenants) >= MAX_TENANTS:
+                raise ConflictError(f"There are {MAX_TENANTS} tenants that were made at run time, which is the most.")
+            return {f"tenant:{name}": written(made)}
+
+        await self._change(changes)
+        return made
+
+    async def change_tenant(
+        self, name: str, table: Mapping[str, Any], unset: Sequence[str], models: tuple[str, ...] | None
+    ) -> MadeTenant:
+        """Sets what `table` has, and unsets what `unset` names. Raises ValueError for what cannot be one."""
+        made: list[MadeTenant] = []
+
+        def changes(issued: Issued) -> Changes:
+            old = self._made(issued, name)
+            new = {key: value for key, value in {**table_of(old), **table}.items() if key not in unset}
+            made[:] = [make_tenant(new, old.models if models is None else models)]
+            return {f"tenant:{name}": written(made[0])}
+
+        await self._change(changes)
+        return made[0]
+
+    async def remove_tenant(self, name: str) -> int:
+        """With its keys; how many there were."""
+        gone: list[str] = []
+
+        def changes(issued: Issued) -> Changes:
+            self._made(issued, name)
+            gone[:] = [f"key:{key.id}" for key in issued.keys.values() if key.tenant == name]
+            return dict.fromkeys([f"tenant:{name}", *gone], b"")
+
+        await self._change(changes)
+        return len(gone)
+
+    async def make_key(
+        self, tenant: str, name: str, expires_s: float | None, models: tuple[str, ...]
+    ) -> tuple[str, IssuedKey]:
+        """The key itself, which is kept nowhere, and what is known of it."""
+        secret = PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+        key = IssuedKey(f"key_{secrets.token_hex(8)}", digest_of(secret), tenant, name, self._now(), expires_s, models)
+
+        def changes(issued: Issued) -> Changes:
+            self._check_open()
+            if tenant not in self._file and tenant not in issued.tenants:
+                raise NotFoundError(f"There is no tenant `{tenant}`.", param="tenant")
+            expired = [one.id for one in issued.keys.values() if self._has_expired(one)]
+            if len(issued.keys) < MAX_KEYS:
+                expired = []
+            elif not expired:
+                raise ConflictError(f"There are {MAX_KEYS} keys, which is the most. Delete some.")
+            return {**{f"key:{one}": b"" for one in expired}, f"key:{key.id}": written(key)}
+
+        await self._change(changes)
+        return secret, key
+
+    async def remove_key(self, id_: str) -> IssuedKey:
+        found: list[IssuedKey] = []
+
+        def changes(issued: Issued) -> Changes:
+            if (key := issued.keys.get(id_)) is None:
+                raise NotFoundError("There is no such key.", param="id")
+            found[:] = [key]
+            return {f"key:{id_}": b""}
+
+        await self._change(changes)
+        return found[0]
+
+    async def refresh(self) -> bool:
+        """Whether what is kept could be read; it holds from now on. Never raises."""
+        try:
+            async with self._turn:
+                self._use(await self._store.read(self._issued.version))
+        except (RedisDownError, StorageError) as error:
+            if not self.stale:
+                log.warning("tenants and keys that were made at run time stay as they were last known: %s", error)
+            self.stale = True
+            return False
+        self.stale = False
+        return True
+
+    def start(self) -> None:
+        self._looking = tasks.spawn(self._look(), name="look for changed tenants and keys")
+
+    async def close(self) -> None:
+        await tasks.cancel(self._looking)
+
+    async def _look(self) -> None:
+        while not tasks.was_cancelled():
+            await self.refresh()
+            await asyncio.sleep(LOOK_S)
+
+    async def _change(self, changes_of: Callable[[Issued], Changes]) -> None:
+        async with self._turn:
+            for _ in range(TRIES):
+                self._use(await self._store.read(self._issued.version))
+                changes = changes_of(self._issued)
+                if await self._store.change(self._issued.version, secrets.token_hex(8), changes):
+                    self._use(await self._store.read(self._issued.version))
+                    return
+        raise ConflictError("Others change tenants and keys at the same time. Try again.")
+
+    def _use(self, issued: Issued | None) -> None:
+        if issued is not None:
+            self._issued = issued
+            self._by_digest = {key.digest: key for key in issued.keys.values()}
+            self.on_change()
+
+    def _made(self, issued: Issued, name: str) -> MadeTenant:
+        if name in self._file:
+            raise ConflictError(f"The tenant `{name}` is in the file of settings; change it there, and reload.")
+        if (made := issued.tenants.get(name)) is None:
+            raise NotFoundError(f"There is no tenant `{name[:64]}`.", param="name")
+        return made
+
+    def _check_open(self) -> None:
+        if self.is_open:
+            raise ConflictError(
+                "This server is open. Tenants and keys can be made once its file has a [[tenants]], after a restart."
+            )
+
+    def _has(self, tenant: str) -> bool:
+        return tenant in self._file or tenant in self._issued.tenants
+
+    def _has_expired(self, key: IssuedKey) -> bool:
+        return key.expires_s is not None and self._now() >= key.expires_s
