@@ -317,7 +317,7 @@ def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[st
         f'  SDKs     OpenAI(base_url="{url}/v1", api_key="{key}"), model="{models[0] if models else "..."}"\n'
         f'           Anthropic(base_url="{url}", api_key="{key}")\n'
         f'           genai.Client(http_options={{"base_url": "{url}"}}, api_key="{key}")',
-        f"  look     {url}/metrics  {url}/admin/stats",
+        f"  look     {url}/dashboard  {url}/metrics",
         f"  docs     {url}/docs, and {url}/openapi.json; README.md and docs/ in the repository",
     ]
     say("\n".join(lines))

@@ -166,7 +166,7 @@ class ExplainPage:
             other = View("", "", "", ())
             return {**self._told(verdict, other, view, None, rate), "stale": stale, "before": None}
         other = _row_view(before)
-        equal = _equal_by_parts(other, view)
+        equal = max(_equal_by_parts(other, view), view.cached_tokens or 0)
         verdict = explain(other, view, equal)
         return {
             **self._told(verdict, other, view, equal, rate),

@@ -36,8 +36,8 @@ free_blocks | load/free_blocks | Blocks that hold nothing.
 cached_blocks | load/cached_blocks | Blocks that can be hit and evicted.
 live_blocks | load/live_blocks | Blocks in use by a sequence.
 leased_blocks | load/leased_blocks | Blocks that are kept by a lease, cached or live.
-prefill_tokens_per_s | load/prefill_tokens_per_s | Tokens per second, moving average.
-decode_tokens_per_s | load/decode_tokens_per_s | Tokens per second, moving average.
+prefill_tokens_per_second | load/prefill_tokens_per_s | Tokens per second, moving average.
+decode_tokens_per_second | load/decode_tokens_per_s | Tokens per second, moving average.
 leases | lease_states/{state} | Leases that are kept, and those that degraded.
 tenant_leased_blocks | leased_by/{tenant} | Blocks that the leases of a tenant keep, of those that keep the most.
 [engines/{engine,model}/receipts/] engine_

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 import weakref
+from functools import partial
 from typing import cast
 
 import pytest
@@ -263,3 +266,13 @@ async def test_the_batch_lane_tells_what_became_of_its_lines() -> None:
     assert samples["kvasir_batch_lines_total{outcome=succeeded}"] == 7
     assert samples["kvasir_batch_lines_total{outcome=put_back}"] == 1
     assert '"succeeded":7' in stats
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool")
+async def test_names_follow_the_conventions_of_prometheus() -> None:
+    async with running(FakePipeline()) as gateway:
+        await gateway.post("/v1/chat/completions", ASK)
+        _, text, _ = await gateway.get("/metrics")
+    check = partial(subprocess.run, ["promtool", "check", "metrics"], input=text.encode(), capture_output=True)
+    found = await asyncio.to_thread(check)
+    assert (found.returncode, found.stdout + found.stderr) == (0, b"")
