@@ -22,6 +22,7 @@ const PAGES = [
   ["overview", "Overview"],
   ["engines", "Engines"],
   ["requests", "Requests"],
+  ["explain", "Explain"],
   ["cache", "Response cache"],
   ["batches", "Batches"],
   ["playground", "Playground"],

@@ -43,7 +43,8 @@ export async function render(root, {api, format, query, signal, say}) {
     try {
       const {data} = await api.get("/v1/models", null, {signal, headers: bearer()});
       replace(models, data.map((one) => el("option", {value: one.id})));
-      if (!of("model") && data.length) settings.elements.model.value = data[0].id;
+      const {model} = settings.elements;  // which is left alone while somebody writes into it
+      if (!of("model") && data.length && document.activeElement !== model) model.value = data[0].id;
       replace(problem);
     } catch (error) {
       if (error.name !== "AbortError" && loaded) replace(problem, error.message);
@@ -87,7 +88,7 @@ export async function render(root, {api, format, query, signal, say}) {
     if (!heard.headers) return;
     say(heard.stopped ? "Stopped." : "The answer is complete.");
     show(facts, heard, null);
-    const row = await find(heard.headers.get("x-kvasir-request-id"));
+    const row = await find(heard.headers.get("x-request-id"));
     if (row) show(facts, heard, row);
   }
 
@@ -132,7 +133,7 @@ export async function render(root, {api, format, query, signal, say}) {
   function show(facts, {headers, usage, first_ms, total_ms, stopped}, row) {
     const cached = row?.cached_tokens ?? usage?.prompt_tokens_details?.cached_tokens ?? 0;
     const prompt = row?.prompt_tokens ?? usage?.prompt_tokens;
-    const hit = headers.get("x-kvasir-cache"), id = headers.get("x-kvasir-request-id");
+    const hit = headers.get("x-kvasir-cache"), id = headers.get("x-request-id");
     const parts = [{label: "from a cache", value: cached, colour: "--c-prefix"}, {label: "computed", value: (prompt ?? 0) - cached, colour: "--c-miss"}];
     const pairs = [
       ["Answered by", ANSWERED[hit] ?? headers.get("x-kvasir-engine") ?? "an upstream"],
@@ -153,9 +154,11 @@ export async function render(root, {api, format, query, signal, say}) {
 
 /** The JSON of each `data:` line of server-sent events. */
 async function* events(body) {
-  let rest = "";
-  for await (const part of body.pipeThrough(new TextDecoderStream())) {
-    const lines = (rest + part).split(/\r?\n/);
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();  // not every browser iterates over a stream
+  for (let rest = ""; ;) {
+    const {done, value} = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split(/\r?\n/);
     rest = lines.pop();
     for (const line of lines) if (line.startsWith("data:") && line.slice(5).trim() !== "[DONE]") yield JSON.parse(line.slice(5));
   }
