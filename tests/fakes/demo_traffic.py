@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -49,18 +50,20 @@ QUESTIONS = (
     "Within how many days are the fees due?",
     "Who answers for the harbour office at night?",
 )
+GREEDY = {"model": "demo", "max_tokens": 48, "temperature": 0, "stop": [".", ",", "\n"]}
+"""Answers that end by themselves, of which some are remembered by meaning."""
 ASIDE = "Hi! {} Thanks."
 LIMIT_S = 60.0
 
 
-def requests_of(tenant: str, rounds: int, *, first: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Path and body of each request, with the answers of earlier ones left out."""
+def requests_of(tenant: str, rounds: int, first: int, alias: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and body of each request. `alias`: of demo, for one of them in each round."""
     for number in range(first, first + rounds):
         question = QUESTIONS[number % len(QUESTIONS)]
         system = f"{HANDBOOK} You speak to {tenant}."
         turns = [{"role": "user", "content": f"{question} This is call {number}."}]
         if tenant == "atlas":
-            chat = {"model": "demo", "max_tokens": 12, "temperature": 0, "messages": [_system(system), *turns]}
+            chat = {**GREEDY, "messages": [_system(system), *turns]}
             yield "/v1/chat/completions", chat
             yield "/v1/chat/completions", {**chat, "stream": True}  # the same again: an exact hit
             for words in (question, ASIDE.format(question)):  # which means the same
@@ -75,9 +78,9 @@ def requests_of(tenant: str, rounds: int, *, first: int = 0) -> Iterator[tuple[s
             instruction, sampling = {"parts": [{"text": system}]}, {"maxOutputTokens": 10, "temperature": 0.9}
             body = {"systemInstruction": instruction, "contents": contents, "generationConfig": sampling}
             yield "/v1beta/models/demo:generateContent", body
-            yield "/v1/chat/completions", {"model": HOSTILE, "max_tokens": 6, "temperature": 0.7, "messages": turns}
+            yield "/v1/chat/completions", {"model": alias, "max_tokens": 6, "temperature": 0.7, "messages": turns}
             if number % 3 == 0:  # mistakes: there is no such model, and no such number of tokens
-                yield "/v1/chat/completions", {"model": f"{HOSTILE}{number}", "messages": turns}
+                yield "/v1/chat/completions", {"model": f"{alias}{number}", "messages": turns}
                 yield "/v1/chat/completions", {"model": "demo", "max_tokens": -1, "messages": turns}
 
 
@@ -89,13 +92,13 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-async def send(url: str, rounds: int, *, first: int = 0) -> int:
+async def send(url: str, rounds: int, *, first: int = 0, alias: str = HOSTILE) -> int:
     """Sends `rounds` rounds of all tenants, side by side. How many requests those were."""
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(LIMIT_S)) as session:
 
         async def one(tenant: str, key: str) -> int:
             sent = 0
-            for path, body in requests_of(tenant, rounds, first=first):
+            for path, body in requests_of(tenant, rounds, first, alias):
                 headers = {"Authorization": f"Bearer {key}", "x-api-key": key, "anthropic-version": "2023-06-01"}
                 async with session.post(path, json=body, headers=headers) as answer:
                     await answer.read()
@@ -120,9 +123,11 @@ async def batch(url: str, lines: int, *, tenant: str = "borealis") -> str:
         return found
 
 
-async def load(url: str, until: asyncio.Event) -> None:
-    """Traffic without end, until the event is set."""
+async def load(url: str, over: asyncio.Event) -> None:
+    """A round of all tenants about every second, until the event is set."""
     number = 1000
-    while not until.is_set():
+    while not over.is_set():
         await send(url, 1, first=number)
         number += 1
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), 1.0)

@@ -1,0 +1,301 @@
+"""A real Chromium clicks through the dashboard of a `kvasir serve` under load: what a person sees, with a mouse, with
+a keyboard, on a narrow screen. `.ci/debian.sh` and `.ci/clients.sh` install what they need; else they are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.fakes import demo_traffic
+from tests.fakes.demo_traffic import ADMIN_KEY, CONFIG, HOSTILE, TENANTS
+from tests.fakes.server import Server, inside
+
+api = pytest.importorskip("playwright.async_api", reason="playwright is not there; .ci/debian.sh installs it")
+
+CHROMIUM = shutil.which("chromium")
+AXE = Path(__file__).parents[2] / ".clients/node_modules/axe-core/axe.min.js"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not there; .ci/debian.sh installs it"),
+    pytest.mark.skipif(not AXE.exists(), reason="axe-core is not there; .ci/clients.sh installs it"),
+]
+
+SMALL = ("--kv-cache-bytes", str(64 << 20), "--dtype", "float32")
+LIMIT_MS = 60_000
+FIRST_PAGE_S = 5.0
+"""On this machine it is 0.4 s; a slow one that does other things has more."""
+MOST_TABS = 80
+ANSWERED = """many => document.querySelectorAll("article.answer[aria-busy=false]").length >= many
+    || document.querySelector("#page .problem:not(:empty)")"""
+SHOWN = """before => document.title !== before
+    && document.title === `${document.querySelector("#page h1")?.innerText} · Kvasir`
+    && !document.querySelector("#page").innerText.includes("Loading")"""
+"""Whether there is another page than before, and its heading is that of the document."""
+module = pytest_asyncio.fixture(scope="module", loop_scope="module")
+
+
+@module
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """With some requests of three tenants in it, and more coming."""
+    server, over = Server(tmp_path_factory.mktemp("dashboard"), *SMALL, config=CONFIG), asyncio.Event()
+    async with inside(server):
+        await demo_traffic.send(server.url, 4)
+        await demo_traffic.batch(server.url, 3)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(demo_traffic.load(server.url, over))
+            yield server
+            over.set()
+
+
+@module
+async def browser() -> AsyncIterator[Any]:
+    async with api.async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, timeout=LIMIT_MS)
+        yield browser
+        await browser.close()
+
+
+class Visit:
+    """A page in a browser of its own, and what went wrong in it."""
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page = page
+        self.url = url
+        self.problems: list[str] = []
+        page.on("console", lambda said: self._note(said.type in ("error", "warning"), f"console: {said.text}"))
+        page.on("pageerror", lambda error: self._note(True, f"exception: {error}"))
+        page.on("request", lambda request: self._note(not request.url.startswith(url), f"outside: {request.url}"))
+
+    def _note(self, wrong: bool, what: str) -> None:
+        if wrong:
+            self.problems.append(what)
+
+    async def open(self, name: str = "overview") -> None:
+        await self.page.goto(f"{self.url}/dashboard#/{name}")
+        await self.page.wait_for_selector("#page h1")
+
+    async def pages(self) -> list[tuple[str, str]]:
+        """Name and address of each page of the navigation."""
+        links = await self.page.locator("#pages a").all()
+        return [(await link.inner_text(), str(await link.get_attribute("href"))) for link in links]
+
+    async def turn_to(self, address: str) -> str:
+        """The heading of that page, once it is there."""
+        before = await self.page.title()
+        same = await self.page.locator(f'#pages a[href="{address}"][aria-current]').count()
+        await self.page.click(f'#pages a[href="{address}"]')
+        await self.page.wait_for_function(SHOWN, arg="" if same else before)
+        return str(await self.page.inner_text("#page h1"))
+
+    async def axe(self) -> list[str]:
+        """Violations of the rules for accessible pages. Runs outside of the page's policy for scripts."""
+        await self.page.evaluate(AXE.read_text(encoding="utf-8"))
+        found = await self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        return [f"{one['id']}: {[node['html'][:200] for node in one['nodes'][:3]]}" for one in found["violations"]]
+
+    async def focus_by_tab(self, selector: str) -> None:
+        for _ in range(MOST_TABS):
+            await self.page.keyboard.press("Tab")
+            if await self.page.evaluate("one => document.activeElement.matches(one)", selector):
+                return
+        raise AssertionError(f"no key leads to {selector}")
+
+
+@asynccontextmanager
+async def visit(
+    browser: Any, server: Server, *, log_in: bool = True, width: int = 1440, **more: Any
+) -> AsyncIterator[Visit]:
+    """Fails if the page met an error, an address that is not this server's, or its policy (which is an error, too)."""
+    context = await browser.new_context(viewport={"width": width, "height": 900}, **more)
+    context.set_default_timeout(LIMIT_MS)
+    try:
+        if log_in:
+            await context.request.post(f"{server.url}/admin/session", data={"key": ADMIN_KEY})
+        found = Visit(await context.new_page(), server.url)
+        yield found
+        assert found.problems == []
+    finally:
+        await context.close()
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1440])
+async def test_every_page_is_whole_in_light_and_dark_on_a_phone_and_a_screen(
+    server: Server, browser: Any, width: int, colours: str
+) -> None:
+    async with visit(browser, server, width=width, color_scheme=colours) as one:
+        await one.open()
+        pages = await one.pages()
+        assert len(pages) >= 3
+        for name, address in pages:
+            assert name in await one.turn_to(address)
+            assert await one.page.locator("#page .problem:not(:empty)").count() == 0, name
+            assert await one.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is too wide"
+            assert await one.page.locator("main img, main script, main iframe").count() == 0, name
+            assert await one.axe() == [], name
+        dark = await one.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 128")
+        assert dark == (colours == "dark")
+
+
+async def test_a_name_that_is_html_is_shown_as_text(server: Server, browser: Any) -> None:
+    async with visit(browser, server) as one:
+        answer = await one.page.context.request.get(f"{server.url}/admin/requests?tenant=cygnus&model=demo")
+        rows = [row for row in (await answer.json())["requests"] if row["endpoint"] == "/v1/chat/completions"]
+        await one.open(f"requests/{rows[0]['id']}")  # an alias was asked for
+        await one.page.wait_for_function(
+            "name => document.querySelector('#page').innerText.includes(name)", arg=HOSTILE
+        )
+        await one.page.goto(f"{server.url}/dashboard#/cache?model={HOSTILE.replace('=', '%3D')}")
+        await one.page.wait_for_function("text => document.querySelector('[name=model]').value === text", arg=HOSTILE)
+        await one.open("playground")
+        await one.page.fill("[name=key]", TENANTS["cygnus"])
+        await one.page.fill("[name=model]", f"{HOSTILE}!")
+        await one.page.fill("[name=text]", HOSTILE)
+        await one.page.click("button:text-is('Send')")
+        await one.page.wait_for_selector("#page .problem:not(:empty)")
+        assert f"{HOSTILE}!" in await one.page.inner_text("#page .problem:not(:empty)")
+        assert await one.page.locator("main img").count() == 0
+        assert await one.page.title() == "Playground · Kvasir"
+        one.problems = [problem for problem in one.problems if "404" not in problem]  # there is no such model
+
+
+async def test_one_logs_in_with_the_right_key_and_out(server: Server, browser: Any) -> None:
+    async with visit(browser, server, log_in=False) as one:
+        await one.page.goto(f"{server.url}/dashboard")
+        await one.page.fill("dialog [name=key]", "a-wrong-key")
+        await one.page.keyboard.press("Enter")
+        await one.page.wait_for_selector("dialog .problem:has-text('Incorrect')")
+        assert await one.axe() == []
+        assert await one.page.locator("#page .figures").count() == 0
+        await one.page.fill("dialog [name=key]", ADMIN_KEY)
+        await one.page.keyboard.press("Enter")
+        await one.page.wait_for_selector("#page .figures dd")
+        (cookie,) = await one.page.context.cookies(f"{server.url}/admin")
+        assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"]) == (True, "Strict", "/admin")
+        assert await one.page.evaluate("document.cookie") == ""
+        await one.page.click("#logout")
+        await one.page.wait_for_selector("dialog [name=key]")
+        one.problems = [problem for problem in one.problems if "401" not in problem]  # browsers tell of each
+
+
+async def test_the_first_page_is_there_at_once(server: Server, browser: Any) -> None:
+    took_s = []
+    for _ in range(3):
+        async with visit(browser, server) as one:
+            began_s = time.perf_counter()
+            await one.page.goto(f"{server.url}/dashboard")
+            await one.page.wait_for_selector("#page .figures dd")
+            took_s.append(time.perf_counter() - began_s)
+    print(f"first page: {min(took_s):.2f} s")
+    assert min(took_s) < FIRST_PAGE_S
+
+
+async def test_figures_change_while_one_looks(server: Server, browser: Any) -> None:
+    async with visit(browser, server) as one:
+        await one.open()
+        figure = "#page .figures > div:has(dt:text-is('Requests')) dd"
+        before = await one.page.inner_text(f"{figure} >> nth=0")
+        await one.page.wait_for_function(
+            "before => [...document.querySelectorAll('#page .figures > div')]"
+            ".find(one => one.innerText.startsWith('Requests')).querySelector('dd').innerText !== before",
+            arg=before,
+        )
+        assert await one.page.inner_text("#live") == "Live"
+
+
+async def test_a_keyboard_is_enough(server: Server, browser: Any) -> None:
+    async with visit(browser, server, log_in=False) as one:
+        page, keys = one.page, one.page.keyboard
+        await page.goto(f"{server.url}/dashboard")
+        await page.wait_for_selector("dialog [name=key]:focus")
+        await keys.type(ADMIN_KEY)
+        await keys.press("Enter")
+        await page.wait_for_selector("#page .figures dd")
+        await page.evaluate("document.activeElement.blur()")
+        await one.focus_by_tab("#skip")
+        await keys.press("Enter")
+        assert await page.evaluate("document.activeElement.id") == "main"
+        await one.focus_by_tab("#theme")
+        await keys.type("Dark")
+        assert await page.evaluate("document.documentElement.dataset.theme") == "dark"
+        await one.focus_by_tab('#pages a[href="#/cache"]')
+        await keys.press("Enter")
+        await page.wait_for_selector("#page h1:text-is('Response cache')")
+        await one.focus_by_tab("button.danger")
+        await keys.press("Enter")
+        await page.wait_for_selector("dialog[open]")
+        await keys.press("Escape")
+        await page.wait_for_selector("dialog", state="detached")
+        assert await page.evaluate("document.activeElement.innerText") == "Remove …"
+
+
+async def test_remembered_answers_are_found_and_removed(server: Server, browser: Any) -> None:
+    async with visit(browser, server) as one:
+        await one.open("cache")
+        await one.page.fill("[name=tenant]", "atlas")
+        await one.page.click("button:text-is('Search')")
+        row = one.page.locator("section[aria-labelledby=answers] tbody tr button")
+        await row.first.wait_for()
+        name = await row.first.get_attribute("title")
+        await row.first.click()
+        await one.page.wait_for_selector("dialog :text('of the prompt')")
+        one.problems = [problem for problem in one.problems if "403" not in problem]  # texts are not for this admin
+        await one.page.click("dialog >> text='Remove …'")
+        await one.page.wait_for_selector("dialog :text('Remove 1 answer?')")
+        assert await one.axe() == []
+        await one.page.click("dialog >> text=/^Remove$/")
+        await one.page.wait_for_selector("dialog", state="detached")
+        await one.page.wait_for_function(
+            "name => ![...document.querySelectorAll('#page tbody button')].some(one => one.title === name)",
+            arg=name,
+        )
+
+
+async def test_a_batch_is_shown_with_its_progress(server: Server, browser: Any) -> None:
+    async with visit(browser, server) as one:
+        await one.open("batches")
+        await one.page.wait_for_selector("tbody .tag:text-is('completed')")
+        row = await one.page.inner_text("tbody tr >> nth=-1")
+        assert "borealis" in row
+        assert "4 of 4" in row
+        assert "1 failed" in row
+
+
+async def test_a_chat_streams_and_shows_what_was_cached_and_its_price(server: Server, browser: Any) -> None:
+    async with visit(browser, server) as one:
+        await one.open("playground")
+        await one.page.fill("[name=key]", TENANTS["borealis"])
+        await one.page.fill("[name=model]", "demo")
+        await one.page.click("summary:text-is('Options')")
+        await one.page.fill("[name=max_tokens]", "24")
+        for number, text in enumerate(("Tell me about the harbour and its ships.", "And who pays for that?")):
+            await one.page.fill("[name=text]", text)
+            await one.page.keyboard.press("Control+Enter")
+            await one.page.wait_for_function(ANSWERED, arg=number + 1)
+            assert await one.page.locator("#page .problem:not(:empty)").all_inner_texts() == []
+        facts = one.page.locator("article.answer dl").nth(1)
+        await one.page.wait_for_function(
+            "() => document.querySelectorAll('article.answer dl')[1].innerText.includes('$')"
+        )
+        cached = re.search(r"tokens, (\d+) of them cached", await facts.inner_text())
+        assert cached is not None
+        assert int(cached[1]) > 0
+        assert await one.axe() == []
+        await one.page.route("**/v1/chat/completions", lambda route: None)  # an answer that never begins
+        await one.page.fill("[name=text]", "A long story, please.")
+        await one.page.click("button:text-is('Send')")
+        await one.page.click("button:text-is('Stop')")
+        await one.page.wait_for_selector("button:text-is('Stop'):disabled")
+        assert await one.page.input_value("[name=text]") == "A long story, please."
+        assert await one.page.evaluate("localStorage.length + sessionStorage.length") == 0
