@@ -20,6 +20,7 @@ from gateway.admin.cache import CachePages
 from gateway.admin.explain import ExplainPage
 from gateway.admin.handlers import Admin
 from gateway.admin.ledger import LedgerPage
+from gateway.admin.me import MePage
 from gateway.admin.metrics import Metrics
 from gateway.admin.overview import Overview, OverviewPages
 from gateway.admin.purge import Engine, PurgePage
@@ -239,6 +240,7 @@ def build_app(
             *BatchPages(jobs).routes(),
             *ReloadPage(reload).routes(),
             *TenantPages(directory, now).routes(),
+            *MePage(directory, limits, sources.ledger, now).routes(),
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)

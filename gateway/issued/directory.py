@@ -100,8 +100,12 @@ class Directory:
 
     def has_list(self, tenant: str, key: IssuedKey | None) -> bool:
         """Whether there is any model that `allows` refuses."""
+        return bool(self.lists(tenant, key))
+
+    def lists(self, tenant: str, key: IssuedKey | None) -> list[tuple[str, ...]]:
+        """The patterns that a model has to match, one of each list."""
         made = None if tenant in self._file else self._issued.tenants.get(tenant)
-        return bool((made is not None and made.models) or (key is not None and key.models))
+        return [models for one in (made, key) if one is not None and (models := one.models)]
 
     async def make_tenant(self, table: Mapping[str, Any], models: tuple[str, ...]) -> MadeTenant:
         """Raises ValueError for what cannot be one."""

@@ -400,3 +400,28 @@ async def test_an_index_that_predicts_what_is_not_there_is_dropped(caplog: pytes
         assert [line for line in caplog.messages if line.startswith("index of engine")]
         _, headers = await all_of_it.ask({"role": "user", "content": BOOK})
         assert headers["x-kvasir-predicted-tokens"] == "0"
+
+
+async def test_a_tenant_made_by_one_worker_is_one_of_the_other_with_its_limits_and_modes(tmp_path: Path) -> None:
+    settings = Settings.model_validate(
+        {
+            "server": {"data_dir": tmp_path},
+            "tenants": [{"name": "north", "keys": ["north-key-1"]}],
+        }
+    )
+    async with AsyncExitStack() as stack:
+        here, there = Gateway(settings, None, None), Gateway(settings, None, None)
+        for one in (here, there):
+            close_with(stack, one)
+            one.web_app()
+        await here.directory.make_tenant({"name": "south", "max_in_flight": 1, "response_cache": "off"}, ())
+        assert here.limits.has("south")
+        assert not there.limits.has("south")
+        assert await there.directory.refresh()
+        assert there.limits.has("south")
+        assert there.response_cache.modes == {"south": "off"}
+        there.plan(settings.model_copy(update={"limits": LimitSettings(requests_per_minute=9)}), {})()
+        assert there.limits.has("north")
+        assert there.response_cache.modes == {"south": "off"}, "a reload of the file keeps what was made"
+        assert await there.directory.remove_tenant("south") == 0
+        assert not there.limits.has("south")

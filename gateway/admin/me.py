@@ -1,0 +1,83 @@
+"""GET /v1/me: what a tenant's key may do and what its tenant has used, for whoever has the key. Of that tenant only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from aiohttp import web
+
+from gateway.admin.ledger import grouped, totals_json
+from gateway.admin.sources import Ledger
+from gateway.api.dialect import Route
+from gateway.api.record import ISSUED, TENANT
+from gateway.api.replies import reply_json
+from gateway.errors import RedisDownError
+from gateway.issued.directory import Directory
+from gateway.ledger.base import Figures, Row
+from gateway.limits.limits import TenantLimits
+
+KEPT_S: Final = 10.0
+"""For which rows that were read answer all tenants: clients may ask as often as they like, and a month is long."""
+
+
+class MePage:
+    """Holds what its handler needs. `now` is in seconds since 1970."""
+
+    def __init__(self, directory: Directory, limits: TenantLimits, ledger: Ledger, now: Callable[[], float]) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._ledger = ledger
+        self._now = now
+        self._reading = asyncio.Lock()
+        self._read_s = float("-inf")
+        self._month = ""
+        self._rows: dict[str, dict[Row, Figures]] = {}  # by tenant
+
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/v1/me", self.show, "What the key is for, its limits, and what its tenant has used.")]
+
+    async def show(self, http: web.Request) -> web.Response:
+        """GET /v1/me"""
+        tenant, key = http[TENANT].name, http.get(ISSUED)
+        today = datetime.fromtimestamp(self._now(), UTC).date().isoformat()
+        rows, stale = await self._rows_of(tenant, today)
+        of_today = {row: figures for row, figures in rows.items() if row.day == today}
+        return reply_json(
+            {
+                "tenant": tenant,
+                "key": None if key is None else {"id": key.id, "name": key.name, "expires_s": key.expires_s},
+                "models": [list(one) for one in self._directory.lists(tenant, key)],
+                "limits": {
+                    kind: {"limit": room.limit, "remaining": room.remaining, "reset_s": round(room.reset_s, 3)}
+                    for kind, room in self._limits.rooms(tenant).items()
+                },
+                "today": _used(of_today),
+                "month": _used(rows),
+                "stale": stale,
+            },
+            {"Cache-Control": "no-store"},
+        )
+
+    async def _rows_of(self, tenant: str, today: str) -> tuple[Mapping[Row, Figures], bool]:
+        """Of this month (UTC), and whether they are the last known, as the ledger cannot be read."""
+        month, stale = today[:7], False
+        async with self._reading:
+            if month != self._month:
+                self._rows, self._month, self._read_s = {}, month, float("-inf")
+            if self._now() - self._read_s >= KEPT_S:
+                try:
+                    read = await self._ledger.read(f"{month}-01", today)
+                except RedisDownError:
+                    stale = True
+                else:
+                    self._read_s, self._rows = self._now(), {}
+                    for row, figures in read.items():
+                        self._rows.setdefault(row.tenant, {})[row] = figures
+        return self._rows.get(tenant, {}), stale
+
+
+def _used(rows: Mapping[Row, Figures]) -> dict[str, Any]:
+    return totals_json(grouped(rows, ()).get((), {}))

@@ -1,0 +1,59 @@
+"""GET /v1/me."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from gateway.config import AuthSettings, LedgerSettings, TenantSettings
+from gateway.ledger.base import Entry
+from gateway.ledger.books import MemoryBook
+from gateway.ledger.ledger import Ledger
+from gateway.ledger.prices import Prices
+from tests.fakes.clock import Clock
+from tests.fakes.gateway import Gateway, running
+
+ADMIN, NORTH, SOUTH = "admin-key-1234", "north-key-1234", "south-key-1234"
+KEYS: dict[str, Any] = {
+    "auth": AuthSettings(admin_keys=(ADMIN,)),
+    "tenants": (
+        TenantSettings(name="north", keys=(NORTH,), requests_per_minute=10),
+        TenantSettings(name="south", keys=(SOUTH,)),
+    ),
+}
+ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+DAY = 86_400.0
+
+
+async def me(gateway: Gateway, key: str) -> Any:
+    status, text, _ = await gateway.get("/v1/me", key)
+    assert status == 200, text
+    return orjson.loads(text)
+
+
+async def test_a_key_says_what_it_is_for_what_is_left_and_what_its_tenant_has_used() -> None:
+    clock = Clock(1_700_000_000.0)
+    ledger = Ledger(LedgerSettings(), Prices((), 1.0), MemoryBook(), clock)
+    async with running(**KEYS, now=clock, ledger=ledger) as gateway:
+        for tenant in ("north", "south", "south"):
+            ledger.add(Entry(tenant, "demo", prompt_tokens=10, completion_tokens=5))
+        await ledger.flush()
+        clock.now_s += DAY
+        ledger.add(Entry("north", "demo", prompt_tokens=1))
+        body = {"tenant": "north", "name": "laptop", "expires_s": clock() + 60, "models": ["demo"]}
+        _, made, _ = await gateway.post("/admin/keys", body, headers={"Authorization": f"Bearer {ADMIN}"})
+        assert (await gateway.post("/v1/chat/completions", ASK, headers={"Authorization": f"Bearer {NORTH}"}))[0] == 200
+        mine = await me(gateway, made["key"])
+        assert mine["tenant"] == "north"
+        assert mine["key"] == {"id": made["id"], "name": "laptop", "expires_s": body["expires_s"]}
+        assert mine["models"] == [["demo"]]
+        assert (mine["limits"]["requests"]["limit"], mine["limits"]["requests"]["remaining"]) == (10, 9)
+        assert mine["month"]["requests"] - mine["today"]["requests"] == 1
+        assert mine["month"]["used"]["prompt_tokens"] - mine["today"]["used"]["prompt_tokens"] == 10
+        theirs = await me(gateway, SOUTH)
+        assert (theirs["key"], theirs["models"], theirs["limits"]) == (None, [], {})
+        assert (theirs["month"]["requests"], theirs["today"]["requests"]) == (2, 0)
+        assert "north" not in str(theirs)
+        assert (await gateway.get("/v1/me", ADMIN))[0] == 403
+        assert (await gateway.get("/v1/me"))[0] == 401
