@@ -5,6 +5,7 @@ a keyboard, on a narrow screen. `.ci/debian.sh` and `.ci/clients.sh` install wha
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import time
@@ -299,3 +300,24 @@ async def test_a_chat_streams_and_shows_what_was_cached_and_its_price(server: Se
         await one.page.wait_for_selector("button:text-is('Stop'):disabled")
         assert await one.page.input_value("[name=text]") == "A long story, please."
         assert await one.page.evaluate("localStorage.length + sessionStorage.length") == 0
+
+
+async def test_two_pasted_requests_are_shown_where_they_part(server: Server, browser: Any) -> None:
+    def body(day: str) -> str:
+        system = {"role": "system", "content": f"It is {day}. You answer for the harbour office."}
+        return json.dumps({"model": "demo", "messages": [system, {"role": "user", "content": "Is a berth free?"}]})
+
+    async with visit(browser, server) as one:
+        await one.open("explain")
+        await one.page.click("summary:text-is('Compare two requests')")
+        await one.page.fill("[name=a]", "{")
+        await one.page.fill("[name=b]", body("Friday"))
+        await one.page.click("button:text-is('Compare')")
+        await one.page.wait_for_selector("#page .problem:has-text('The earlier request is not JSON')")
+        await one.page.fill("[name=a]", body("Monday"))
+        await one.page.click("button:text-is('Compare')")
+        await one.page.wait_for_selector("section[aria-label=Verdict]")
+        excerpts = await one.page.locator("section[aria-labelledby=parting] pre").all_inner_texts()
+        assert ["Monday" in excerpts[0], "Friday" in excerpts[1]] == [True, True]
+        assert await one.page.locator("tbody .tag:text-is('differs here')").count() == 1
+        assert await one.axe() == []
