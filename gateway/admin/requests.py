@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +35,10 @@ MOST: Final = 2000
 
 WRITE_S: Final = 1.0
 """From one write to the next."""
+
+MAX_ROWS: Final = 100
+"""Of one process at each write. Of more requests those that failed and some of the others become rows: a row costs a
+tenth of what a request does, and the ring would be full within seconds. All are counted."""
 
 MAX_PENDING: Final = 20_000
 """Requests of one process that are not written yet; of more, the oldest are left out of the ring and the history."""
@@ -100,7 +105,6 @@ class Noted(NamedTuple):
     target: ChosenTarget | None
     trace: Trace
     entry: Entry | None
-    held_bytes: int
 
 
 class RequestLog:
@@ -160,7 +164,6 @@ class RequestLog:
             record.target,
             trace,
             record.entry,
-            held,
         )
         self._noted.append(noted)
 
@@ -183,13 +186,15 @@ class RequestLog:
             if self._digests is None:
                 with suppress(RedisDownError, OSError):
                     self._digests = Digests((await self._secret()).encode())
-            while self._noted:
-                noted = self._noted.popleft()
-                self._held_bytes -= noted.held_bytes
+            waiting, self._noted = self._noted, deque(maxlen=MAX_PENDING)
+            self._held_bytes = 0
+            chosen = _chosen(waiting)
+            for number, noted in enumerate(waiting):
                 hit = hit_of(noted.trace, noted.status)
                 _add_figures(figures, noted, hit)
-                rows.append(orjson.dumps(self._row(noted, hit)))
-                if len(rows) % 20 == 0:
+                if number in chosen:
+                    rows.append(orjson.dumps(self._row(noted, hit)))
+                if number % 20 == 19:
                     await asyncio.sleep(0)
             if figures:
                 self._count("", figures)
@@ -270,7 +275,14 @@ class RequestPages:
 
     def routes(self) -> list[Route]:
         return [
-            Route("GET", "/admin/requests", self.show, "The latest 2,000 requests.", query=_QUERY, key="admin"),
+            Route(
+                "GET",
+                "/admin/requests",
+                self.show,
+                "The latest 2,000 requests; of more than 100 a second those that failed, and a sample.",
+                query=_QUERY,
+                key="admin",
+            ),
             Route("GET", "/admin/requests/{id}", self.show_one, "The life of one of them.", key="admin"),
         ]
 
@@ -352,6 +364,16 @@ def _add_figures(figures: Figures, noted: Noted, hit: str) -> None:
             columns.append(INTER_TOKEN[bucket(each_ms)])
     for column in columns:
         figures[column] = figures.get(column, 0) + 1
+
+
+def _chosen(noted: Sequence[Noted]) -> Collection[int]:
+    """Numbers of those that become rows."""
+    if len(noted) <= MAX_ROWS:
+        return range(len(noted))
+    failed = [number for number, one in enumerate(noted) if one.status >= 400][-MAX_ROWS:]
+    others = [number for number, one in enumerate(noted) if one.status < 400]
+    room = min(len(others), MAX_ROWS - len(failed))
+    return {*failed, *random.sample(others, room)}  # every few would miss what comes in turns
 
 
 def _short(name: str | None) -> str | None:

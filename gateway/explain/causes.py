@@ -1,7 +1,7 @@
 """Where two prompts stop being equal, and why the later one missed. Pure.
 
 same            nothing was missed: what is equal was read from a cache
-volatile        a part differs in nothing but dates, times or ids, and static text comes behind it
+volatile        a part differs in nothing but dates, times, ids or numbers, and static text comes behind it
 tools_order     the same tools stand in another order
 tools_changed   a tool was added, removed or edited: tools come before everything else
 moved           both have the part, at another place
@@ -158,7 +158,7 @@ def _difference(before: Sequence[Part], now: Sequence[Part], at: int) -> tuple[C
     if at == len(now) - 1 and at > 0 and other.section == "messages":
         return "new_question", f"All is equal up to the last message (number {other.message})."
     if (one.role, one.shape) == (other.role, other.shape):
-        return "volatile", f"{place} differs in dates, times or ids alone."
+        return "volatile", f"{place} differs in dates, times, ids or numbers alone."
     if "tools" in (one.section, other.section):
         tools = [sorted(part.digest for part in parts if part.section == "tools") for parts in (before, now)]
         if tools[0] == tools[1]:

@@ -6,7 +6,6 @@ nothing to anybody else.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -24,26 +23,22 @@ MAX_PARTS: Final = 64
 MAX_ROLE: Final = 64
 """Characters of a role, or of a tool's name."""
 
-MAX_SHAPED: Final = 64 << 10
-"""Characters of a text whose shape is looked for; the rest of it is taken as it is."""
+SHAPED_CHARS: Final = 1024
+"""At each end of a text, where dates and ids stand as a rule: what is between is taken as it is."""
 
 MAX_SHAPES: Final = 4096
 """Texts whose shape is remembered, by their digest."""
 
-_VOLATILE: Final = re.compile(
-    r"""
-      [0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}              # UUID
-    | \d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?)?
-    | \d{1,2}[/.]\d{1,2}[/.]\d{2,4}
-    | \d{1,2}:\d\d(?::\d\d)?(?:\s?[AaPp]\.?[Mm]\.?)?
-    | (?:\d{1,2}\.?\s)?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?\s\d{1,2}(?:,?\s\d{4})?
-    | \b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b
-    | \b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{8,}\b                                # hexadecimal id
-    | \b[A-Za-z]+[-_](?=[A-Za-z0-9]*\d)[A-Za-z0-9]{6,}\b                   # req_8f3kd92
-    | \b\d{5,}\b
-    """,
-    re.VERBOSE,
+_NAMES: Final = frozenset(
+    name[:length] + end
+    for name in (
+        *("January", "February", "March", "April", "June", "July", "August", "September", "October", "November"),
+        *("December", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
+    )
+    for length in (3, len(name))
+    for end in ("", ",", ".")
 )
+_DIGITS: Final = frozenset("0123456789")
 
 
 class Part(NamedTuple):
@@ -60,8 +55,18 @@ class Part(NamedTuple):
 
 
 def shape_of(text: str) -> str:
-    """The text without what changes by itself."""
-    return _VOLATILE.sub("\0", text[:MAX_SHAPED]) + text[MAX_SHAPED:]
+    """The text without what changes by itself: words with a digit, months, days of the week. Words, not expressions:
+    this is done for each prompt that is new."""
+    if len(text) <= 2 * SHAPED_CHARS:
+        return _masked(text)
+    return _masked(text[:SHAPED_CHARS]) + text[SHAPED_CHARS:-SHAPED_CHARS] + _masked(text[-SHAPED_CHARS:])
+
+
+def _masked(text: str) -> str:
+    without_digit = _DIGITS.isdisjoint
+    return " ".join(
+        [word if (word.isalpha() or without_digit(word)) and word not in _NAMES else "\0" for word in text.split()]
+    )
 
 
 class Digests:
@@ -84,6 +89,10 @@ class Digests:
         return known
 
 
+_FIRST: Final = (0, 1)
+"""Messages whose shape is looked for: what changes by itself costs most at the beginning."""
+
+
 def parts_of(prompt: Prompt, digests: Digests, *, texts: bool = False) -> list[Part]:
     """The first MAX_PARTS. `texts`: they keep what they say."""
     found = list[Part]()
@@ -91,7 +100,8 @@ def parts_of(prompt: Prompt, digests: Digests, *, texts: bool = False) -> list[P
         if len(found) == MAX_PARTS:
             break
         digest = digests(text)
-        shape = digest if isinstance(text, bytes) else digests.shape(digest, text)
+        changes = section != "messages" or message in _FIRST
+        shape = digests.shape(digest, text) if changes and isinstance(text, str) else digest
         kept = text if texts and isinstance(text, str) else None
         found.append(Part(section, role[:MAX_ROLE], message, len(text), digest, shape, marked, kept))
     return found
