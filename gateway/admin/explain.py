@@ -88,7 +88,12 @@ class ExplainPage:
 
     def routes(self) -> list[Route]:
         summary = "Why a request missed the cache, or where two requests stop being equal."
-        return [Route("POST", "/admin/explain", self.explain, summary, FIELDS, key="admin", changes="")]
+        asked = [{"role": "user", "content": "What day is it?"}]
+        said = [[{"role": "system", "content": f"It is 2026-11-{day}."}, *asked] for day in (23, 24)]
+        example = {side: {"model": "demo", "messages": messages} for side, messages in zip("ab", said, strict=True)}
+        return [
+            Route("POST", "/admin/explain", self.explain, summary, FIELDS, example=example, key="admin", changes="")
+        ]
 
     async def explain(self, http: web.Request) -> web.Response:
         """POST /admin/explain"""

@@ -76,7 +76,7 @@ class TenantPages:
     def routes(self) -> list[Route]:
         tenants, keys = "/admin/tenants", "/admin/keys"
         example = {"name": "south", "requests_per_minute": 600, "models": ["demo"]}
-        key_example = {"tenant": "south", "name": "laptop"}
+        key_example = {"tenant": "north", "name": "laptop"}
         make = "Makes a tenant; it has no key yet."
         change = "Changes a tenant that was made here; null is as if it had never been set."
         remove = "Removes a tenant that was made here, and its keys."

@@ -14,6 +14,7 @@ from gateway.stages import Responses
 from gateway.types import (
     CallDelta,
     ChatPrompt,
+    EncodedPrompt,
     Event,
     Finished,
     FinishReason,
@@ -77,6 +78,12 @@ class FakeModels:
 class FakeDecoders:
     def spell(self, prompt: TokenPrompt, model: Hello) -> str:
         return "".join(f"<{token}>" for token in array("I", prompt.tokens))
+
+    async def encode(self, request: Request, model: Hello) -> EncodedPrompt:
+        """A token for each character of its messages."""
+        assert isinstance(request.prompt, ChatPrompt)
+        text = "".join(message["content"] for message in request.prompt.messages)
+        return EncodedPrompt(array("I", map(ord, text)).tobytes(), b"")
 
 
 @dataclass
