@@ -13,13 +13,16 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from gateway.admin.requests import hit_of
 from gateway.admin.scraped import Scraped
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import BOUNDS_S, Counts, Durations, IgnoredFieldCounts
 from gateway.api.record import CLIENT_LEFT, Record, is_final
+from gateway.config import SloSettings
 from gateway.types import Trace
 
 TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+INTER_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 OVERHEAD_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -55,7 +58,9 @@ TOTALS: Final = (
 class Metrics:
     """Counts finished requests and writes the exposition. An Observer of the middleware."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, slo: SloSettings | None = None) -> None:
+        """Without `slo` no request is held to anything."""
+        self._slo = slo or SloSettings()
         self.registry = CollectorRegistry(auto_describe=False)
         self._hits: Counter[str] = Counter()  # answers from the response cache, by tenant
         self._finished: list[Record] = []  # hits that are in no sum yet
@@ -92,7 +97,20 @@ class Metrics:
             ("alias", "target", "reason"),
         )
         self._retries = self._counts("retries", "Times that another engine took over a request.", ("model",))
-        self._first_token = self._histogram("first_token", "From arrival to the first token.", TOKEN_SECONDS)
+        self._first_token = self._durations(
+            "first_token_seconds",
+            "From arrival to the first token, by what answered: exact, shared, semantic, prefix, miss.",
+            ("model", "hit"),
+            TOKEN_SECONDS,
+        )
+        self._inter_token = self._histogram(
+            "inter_token", "From one token to the next: the mean of each generated answer.", INTER_TOKEN_SECONDS
+        )
+        self._objectives = self._counts(
+            "slo_requests",
+            "Answered requests by outcome, where [slo] asks for something: met, or first_token or inter_token missed.",
+            ("model", "outcome"),
+        )
         self._queue = self._histogram("queue", "Waiting for a slot, in the gateway and the engine.", TOKEN_SECONDS)
         self._overhead = self._histogram("overhead", "The gateway's own time for a request.", OVERHEAD_SECONDS)
         self._duration = self._histogram("request", "From arrival to the last byte.", REQUEST_SECONDS)
@@ -164,6 +182,7 @@ class Metrics:
         if record.traces:
             self._meter(record.traces, model, tenant)
             self._duration.of(model).add(record.total_ms / 1e3)
+            self._judge(record, model)
         for spent in record.spent:
             self._meter(spent.traces, spent.model or "unknown", tenant)
         if (target := record.target) is not None:
@@ -174,12 +193,29 @@ class Metrics:
             self._embedded.of(model, tenant).value += record.embedded_tokens
             self._duration.of(model).add(record.total_ms / 1e3)
 
+    def _judge(self, record: Record, model: str) -> None:
+        """How fast it was answered: of several answers, the longest counts."""
+        if record.status >= 400 and record.status != CLIENT_LEFT:
+            return
+        trace = max(record.traces, key=_length)
+        if (first_ms := trace.first_token_ms) is None:
+            return
+        each_ms = 0.0
+        # An upstream's answer that is no stream comes at once, whenever its tokens were generated.
+        if trace.completion_tokens > 1 and trace.hit is None and (record.stream or not trace.by_upstream):
+            each_ms = max(0.0, record.total_ms - first_ms) / (trace.completion_tokens - 1)
+            self._inter_token.of(model).add(each_ms / 1e3)
+        if outcome := _outcome(self._slo, first_ms, each_ms):
+            self._objectives.of(model, outcome).value += 1
+
     def _meter(self, traces: Sequence[Trace], model: str, tenant: str) -> None:
         for trace in traces:
             if trace.lookup is not None:
                 self._lookups.of(model, tenant, trace.lookup.outcome).value += 1
             if trace.hit is not None:  # no engine worked, and its figures would look as if one had
                 self._hits[tenant] += 1
+                if (hit_ms := trace.first_token_ms) is not None:
+                    self._first_token.of(model, hit_of(trace, 200)).add(hit_ms / 1e3)
                 self._tokens["completion_tokens"].of(model, tenant).value += trace.paid_tokens
                 continue
             for counts, tokens in zip(self._tokens.values(), _tokens_of(trace), strict=True):
@@ -191,7 +227,7 @@ class Metrics:
             if trace.retries:
                 self._retries.of(model).value += trace.retries
             if trace.first_token_ms is not None:
-                self._first_token.of(model).add(trace.first_token_ms / 1e3)
+                self._first_token.of(model, hit_of(trace, 200)).add(trace.first_token_ms / 1e3)
                 self._queue.of(model).add(trace.queue_ms / 1e3)
                 self._overhead.of(model).add(trace.overhead_ms / 1e3)
 
@@ -211,3 +247,16 @@ class Metrics:
     def _register(self, name: str, own: Counts | Durations) -> None:
         self.registry.register(own)
         self._own[name] = own
+
+
+def _length(trace: Trace) -> int:
+    return -1 if trace.first_token_ms is None else trace.completion_tokens
+
+
+def _outcome(slo: SloSettings, first_ms: float, each_ms: float) -> str:
+    """Empty where nothing is asked for."""
+    if not (slo.first_token_ms or slo.inter_token_ms):
+        return ""
+    if 0 < slo.first_token_ms < first_ms:
+        return "first_token"
+    return "inter_token" if 0 < slo.inter_token_ms < each_ms else "met"

@@ -176,7 +176,7 @@ def build_app(
     passthrough = Passthrough(server, upstreams, models, embedder.models(), limits, named, responses, aliases)
     router = Router(aliases, passthrough, _tenants(settings), cost=cost, replays=REPLAYS)
     sources = replace(sources, aliases=router.figures)
-    metrics = Metrics(sources)
+    metrics = Metrics(sources, settings.slo)
     admin = Admin(sources, metrics)
     log = RequestLog(requests, history.add, sources.ledger.priced, now, secret)
     accounting = Accounting(sources.ledger.add, sources.prefill_tokens_per_s)

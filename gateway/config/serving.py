@@ -54,6 +54,15 @@ class LogSettings(Section):
     """How lines are written. `json`: an object per line, with the empty fields of requests, too."""
 
 
+class SloSettings(Section):
+    """[slo]: objectives that `kvasir_slo_requests_total` counts answered requests by."""
+
+    first_token_ms: NonNegativeFloat = 0
+    """Milliseconds from arrival to the first token; 0 is no objective."""
+    inter_token_ms: NonNegativeFloat = 0
+    """Milliseconds from one token to the next, as a mean of the answer; 0 is no objective."""
+
+
 class RedisSettings(Section):
     """[redis]: where the index lives."""
 

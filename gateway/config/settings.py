@@ -18,7 +18,7 @@ from gateway.config.apis import (
     StoredResponseSettings,
 )
 from gateway.config.replicas import ReplicaSettings
-from gateway.config.serving import EnginesSettings, LogSettings, RedisSettings, ServerSettings
+from gateway.config.serving import EnginesSettings, LogSettings, RedisSettings, ServerSettings, SloSettings
 from gateway.config.stages import PromptSettings, QueueSettings, ResponseCacheSettings, SemanticCacheSettings
 from gateway.config.tenants import (
     ALL_TENANTS,
@@ -69,6 +69,7 @@ class Settings(BaseModel):
 
     server: ServerSettings = ServerSettings()
     logs: LogSettings = LogSettings()
+    slo: SloSettings = SloSettings()
     auth: AuthSettings = AuthSettings()
     tenants: tuple[TenantSettings, ...] = ()
     namespaces: tuple[NamespaceSettings, ...] = ()

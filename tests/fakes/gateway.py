@@ -46,6 +46,7 @@ from gateway.config import (
     ResponseCacheSettings,
     ServerSettings,
     Settings,
+    SloSettings,
     StoredResponseSettings,
     TenantSettings,
     UpstreamSettings,
@@ -87,7 +88,7 @@ from tests.fakes.tuned import tuned
 LIMIT_S = 30.0
 SECTIONS = (
     *("server", "leases", "api", "anthropic", "gemini", "auth", "tenants", "namespaces"),
-    *("stored_responses", "files", "batches", "aliases", "warm"),
+    *("stored_responses", "files", "batches", "aliases", "warm", "slo"),
 )
 
 
@@ -167,6 +168,7 @@ def response_cache(
 @dataclass
 class Options:
     server: ServerSettings = field(default_factory=ServerSettings)
+    slo: SloSettings = field(default_factory=SloSettings)
     queue: SlotQueue[Any] | None = None
     leases: LeaseSettings = field(default_factory=LeaseSettings)
     api: ApiSettings = field(default_factory=ApiSettings)

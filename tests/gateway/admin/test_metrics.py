@@ -15,7 +15,7 @@ from gateway.admin.metrics import Metrics
 from gateway.admin.sources import EngineStatus, Sources
 from gateway.api.openai.wire import OPENAI
 from gateway.api.record import Record
-from gateway.config import TenantSettings
+from gateway.config import SloSettings, TenantSettings
 from gateway.errors import QueueFullError
 from gateway.types import Hit, Lookup, Trace
 from tests.fakes.gateway import LIMIT_S, Gateway, running
@@ -60,9 +60,77 @@ async def test_requests_and_tokens_are_counted_by_model_and_tenant() -> None:
     assert samples[f"kvasir_cached_tokens_total{labels}"] == 64
     assert samples[f"kvasir_completion_tokens_total{labels}"] == 4
     assert samples[f"kvasir_tokenized_tokens_total{labels}"] == 0
-    assert samples["kvasir_first_token_seconds_count{model=demo}"] == 2
+    assert samples["kvasir_first_token_seconds_count{hit=prefix,model=demo}"] == 2
     assert samples["kvasir_overhead_seconds_sum{model=demo}"] == 0.001
     assert samples["kvasir_request_seconds_count{model=demo}"] == 2
+
+
+def answered(
+    total_ms: float, *traces: Trace, slo: SloSettings | None = None, status: int = 200, stream: bool = True
+) -> dict[str, float]:
+    """Samples behind one request with these answers."""
+    metrics = Metrics(None, slo)  # type: ignore[arg-type]
+    record = Record("req_1", CHAT, 0.0, OPENAI, tenant="north", model="demo", status=status, stream=stream)
+    record.traces, record.total_ms = list(traces), total_ms
+    metrics.started(record)
+    metrics.finished(record)
+    return {f"{name}{labels}": value for name, own in metrics.series().items() for labels, value in own.items()}
+
+
+def test_first_tokens_are_told_apart_by_what_answered() -> None:
+    """What is remembered is there at once, and would hide how long the rest takes."""
+    hit = Hit("exact", 10, 2, 3.0)
+    answers = {
+        "miss": Trace(first_token_ms=100.0),
+        "prefix": Trace(first_token_ms=100.0, cached_tokens=8),
+        "exact": Trace(first_token_ms=1.0, hit=hit, lookup=Lookup("exact")),
+        "semantic": Trace(first_token_ms=1.0, hit=hit, lookup=Lookup("semantic")),
+    }
+    for name, trace in answers.items():
+        assert [key for key in answered(200.0, trace) if key.startswith("first_token_seconds")] == [
+            f"first_token_seconds('demo', '{name}')"
+        ]
+
+
+def test_the_time_between_tokens_is_the_mean_of_the_longest_generated_answer() -> None:
+    def each_s(*traces: Trace, **options: bool) -> float | None:
+        sums = answered(500.0, *traces, **options).get("inter_token_seconds('demo',)")
+        return None if sums is None else sums[-1]  # type: ignore[index]
+
+    long, short = (Trace(first_token_ms=100.0, completion_tokens=tokens) for tokens in (5, 2))
+    assert each_s(long) == each_s(short, long) == each_s(long, short) == 0.1
+    assert each_s(Trace(first_token_ms=100.0, completion_tokens=1)) is None
+    assert each_s(Trace(first_token_ms=100.0, completion_tokens=5, hit=Hit("exact", 1, 5, 1.0))) is None
+    whole = Trace(first_token_ms=500.0, completion_tokens=5, by_upstream=True)
+    assert each_s(whole, stream=False) is None  # all its tokens came at once
+
+
+@pytest.mark.parametrize(
+    ("first_token_ms", "inter_token_ms", "outcome"),
+    [
+        (100, 100, "met"),
+        (99, 0, "first_token"),
+        (99, 99, "first_token"),
+        (0, 99, "inter_token"),
+        (100, 99, "inter_token"),
+        (0, 0, None),
+    ],
+)
+def test_goodput_is_the_requests_that_meet_every_objective(
+    first_token_ms: float, inter_token_ms: float, outcome: str | None
+) -> None:
+    slo = SloSettings(first_token_ms=first_token_ms, inter_token_ms=inter_token_ms)
+    trace = Trace(first_token_ms=100.0, completion_tokens=5)
+    found = {key for key in answered(500.0, trace, slo=slo) if key.startswith("slo_requests")}
+    assert found == ({f"slo_requests('demo', '{outcome}')"} if outcome else set())
+    failed = answered(500.0, trace, slo=slo, status=502)
+    assert not [key for key in failed if key.startswith(("slo_requests", "inter_token"))]
+
+
+async def test_objectives_come_from_the_settings() -> None:
+    async with running(slo=SloSettings(first_token_ms=60_000)) as gateway:
+        await gateway.post(CHAT, ASK)
+        assert (await scrape(gateway))["kvasir_slo_requests_total{model=demo,outcome=met}"] == 1
 
 
 @pytest.mark.parametrize("hit", [None, Hit("exact", 10, 2, 3.0)])
