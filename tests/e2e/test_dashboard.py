@@ -43,6 +43,12 @@ SHOWN = """before => document.title !== before
     && document.title === `${document.querySelector("#page h1")?.innerText} · Kvasir`
     && !document.querySelector("#page").innerText.includes("Loading")"""
 """Whether there is another page than before, and its heading is that of the document."""
+LINES = """one => {
+    const all = document.createRange();
+    all.selectNodeContents(one);
+    return all.getClientRects().length;
+}"""
+"""Of a node's text."""
 module = pytest_asyncio.fixture(scope="module", loop_scope="module")
 
 
@@ -321,3 +327,68 @@ async def test_two_pasted_requests_are_shown_where_they_part(server: Server, bro
         assert ["Monday" in excerpts[0], "Friday" in excerpts[1]] == [True, True]
         assert await one.page.locator("tbody .tag:text-is('differs here')").count() == 1
         assert await one.axe() == []
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+async def test_a_key_is_made_and_shown_once_and_deleted(server: Server, browser: Any, width: int) -> None:
+    async with visit(browser, server, width=width) as one:
+        page, name = one.page, f"{HOSTILE} {width}"
+
+        async def chat(key: str) -> int:
+            body = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello."}]}
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = await page.context.request.post(f"{server.url}/v1/chat/completions", data=body, headers=headers)
+            return int(answer.status)
+
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await one.open("tenants")
+        await page.wait_for_selector("tbody th:text-is('atlas')")
+        await page.click("button:text-is('Make a tenant')")
+        await page.fill("dialog [name=name]", f"delta-{width}")
+        await page.fill("dialog [name=requests_per_minute]", "600")
+        await page.fill("dialog [name=models]", f"demo\n{HOSTILE}")
+        assert await one.axe() == []
+        await page.click("dialog >> text=/^Make$/")
+        row = page.locator(f"tr:has(th:text-is('delta-{width}'))")
+        await row.locator("li:text-is('Requests a minute: 600')").wait_for()
+        await row.locator("button:text-is('Key')").click()
+        assert await page.input_value("dialog [name=tenant]") == f"delta-{width}"
+        await page.fill("dialog [name=name]", name)
+        await page.click("dialog >> text=/^Make$/")
+        key = await page.input_value("dialog [name=made]")
+        await page.click("dialog >> text=/^Copy$/")
+        await page.wait_for_selector("dialog :text('Copied.')")
+        assert await page.evaluate("navigator.clipboard.readText()") == key
+        assert await one.axe() == []
+        await page.keyboard.press("Escape")
+        assert await page.input_value("dialog [name=made]") == key  # it is not lost by a wrong key
+        await page.click("dialog >> text=/^Done$/")
+        made = page.locator("tbody tr", has_text=name)
+        await made.wait_for()
+        assert HOSTILE in await made.inner_text()
+        assert key not in await page.content()
+        assert await page.locator("main img").count() == 0
+        assert await page.title() == "Tenants · Kvasir"
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert await one.axe() == []
+        assert await chat(key) == 200
+        await made.locator("button").click()
+        await page.wait_for_selector("dialog :text('Delete this key?')")
+        await page.click("dialog >> text=/^Delete$/")
+        await made.wait_for(state="detached")
+        assert await chat(key) == 401
+        await row.locator("button:text-is('Change')").click()
+        await page.fill("dialog [name=requests_per_minute]", "")
+        await page.click("dialog >> text=/^Change$/")
+        await row.locator("td:text-is('as for all')").wait_for()
+        await row.locator("button:text-is('Remove')").click()
+        await page.click("dialog >> text=/^Remove$/")
+        await row.wait_for(state="detached")
+
+
+async def test_a_size_is_not_broken_over_two_lines_on_a_phone(server: Server, browser: Any) -> None:
+    async with visit(browser, server, width=360) as one:
+        await one.open("cache")
+        size = one.page.locator("td.num", has_text=re.compile("[KM]iB")).first
+        await size.wait_for()
+        assert await size.evaluate(LINES) == 1

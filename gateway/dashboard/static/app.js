@@ -25,6 +25,7 @@ const PAGES = [
   ["explain", "Explain"],
   ["cache", "Response cache"],
   ["batches", "Batches"],
+  ["tenants", "Tenants"],
   ["playground", "Playground"],
 ];
 

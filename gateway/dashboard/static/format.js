@@ -1,4 +1,4 @@
-// How numbers and times are written. What is not known is a dash.
+// How numbers and times are written. What is not known is a dash. A number and its unit stay on one line.
 
 const NONE = "–";
 const whole = new Intl.NumberFormat("en");
@@ -20,9 +20,9 @@ export const tokens = (value) => (known(value) ? (Math.abs(value) < 10_000 ? who
 export function percent(share) {
   if (!known(share)) return NONE;
   const value = share * 100;
-  if (value > 0 && value < 0.1) return "<0.1 %";
-  if (value < 100 && value > 99.9) return ">99.9 %";
-  return `${value.toFixed(value < 10 || value > 99 ? 1 : 0).replace(/\.0$/, "")} %`;
+  if (value > 0 && value < 0.1) return "<0.1\u00a0%";
+  if (value < 100 && value > 99.9) return ">99.9\u00a0%";
+  return `${value.toFixed(value < 10 || value > 99 ? 1 : 0).replace(/\.0$/, "")}\u00a0%`;
 }
 
 export const ratio = (part, all) => (all ? part / all : null);
@@ -30,20 +30,20 @@ export const ratio = (part, all) => (all ? part / all : null);
 /** Milliseconds as a person says them: 4.2 ms, 310 ms, 1.8 s, 3 min 20 s, 5 h 12 min */
 export function ms(value) {
   if (!known(value)) return NONE;
-  if (value < 10) return `${Number(value).toFixed(value ? 1 : 0)} ms`;
-  if (value < 1000) return `${Math.round(value)} ms`;
+  if (value < 10) return `${Number(value).toFixed(value ? 1 : 0)}\u00a0ms`;
+  if (value < 1000) return `${Math.round(value)}\u00a0ms`;
   return seconds(value / 1000);
 }
 
 export function seconds(value) {
   if (!known(value)) return NONE;
   if (value < 1 && value > 0) return ms(value * 1000);
-  if (value < 60) return `${Number(value).toFixed(value < 10 ? 1 : 0).replace(/\.0$/, "")} s`;
+  if (value < 60) return `${Number(value).toFixed(value < 10 ? 1 : 0).replace(/\.0$/, "")}\u00a0s`;
   const units = [[86_400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
   const first = units.findIndex(([size]) => value >= size);
   const [size, name] = units[first];
   const rest = units[first + 1] && Math.floor((value % size) / units[first + 1][0]);
-  return `${Math.floor(value / size)} ${name}${rest ? ` ${rest} ${units[first + 1][1]}` : ""}`;
+  return `${Math.floor(value / size)}\u00a0${name}${rest ? ` ${rest}\u00a0${units[first + 1][1]}` : ""}`;
 }
 
 /** {"USD": "0.0012"} -> $0.0012; a null is a price that nobody knows. */
@@ -64,7 +64,7 @@ export function bytes(value) {
   if (!known(value)) return NONE;
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = Math.min(units.length - 1, value > 0 ? Math.floor(Math.log2(value) / 10) : 0);
-  return `${(value / 1024 ** power).toFixed(power && value / 1024 ** power < 10 ? 1 : 0)} ${units[power]}`;
+  return `${(value / 1024 ** power).toFixed(power && value / 1024 ** power < 10 ? 1 : 0)}\u00a0${units[power]}`;
 }
 
 /** Unix seconds. Today's as 14:03:07, others with their day. */
