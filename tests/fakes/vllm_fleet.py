@@ -90,7 +90,8 @@ def replicas(
 def gateways(folder: Path, behind: Replicas, *flags: str, config: str | None = None) -> Iterator[tuple[Server, Server]]:
     """Two gateways that have joined all of them, on a Redis of their own."""
     with RedisProcess(folder) as redis, ExitStack() as stack:
-        shared = (*behind.flags, "--redis-url", redis.url, *flags)
+        # Two vLLM on two cores keep a gateway from its answers for longer than it waits for Redis by default.
+        shared = (*behind.flags, "--redis-url", redis.url, "--redis-timeout-s", "10", *flags)
         one, other = (
             stack.enter_context(Server(folder / name, *shared, command="gateway", config=config))
             for name in ("one", "other")
