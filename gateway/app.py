@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from engine.config import ConfigError
 from gateway.admin.accounting import audit_entry
 from gateway.admin.audit import AuditLog
+from gateway.admin.nightly import DAYS
 from gateway.admin.requests import COLUMNS as LATELY
 from gateway.admin.requests import MOST
 from gateway.admin.sources import EngineState, EngineStatus, Sources, Total, no_others
@@ -167,6 +168,7 @@ class Gateway:
         book = MemoryBook() if (calls := self._calls()) is None else RedisBook(calls)
         self.history = History({name: self._history_book(name) for name in SPANS}, time.time)
         self.requests = Ring("requests", MOST, self._calls())
+        self.nightly = Ring("nightly", DAYS, self._calls())
         self.ledger = Ledger(settings.ledger, prices, book, time.time, self.history.add_rows)
         lease_s, calls = settings.limits.lease_s, self._calls()
         counters = SharedCounters(
@@ -240,6 +242,7 @@ class Gateway:
             cost=self.prices.estimate,
             history=self.history,
             requests=self.requests,
+            nightly=self.nightly,
             secret=partial(self.secret.of_model, "digests of prompts"),
             audit=self.audit,
             directory=self.directory,

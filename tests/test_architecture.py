@@ -55,6 +55,7 @@ PROMISES = {
     "gateway.ledger.base",
     "gateway.ledger.history",
     "gateway.explain.causes",
+    "gateway.explain.misses",
     "gateway.explain.parts",
     "gateway.responses.entries",
 }

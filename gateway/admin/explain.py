@@ -24,8 +24,8 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, Record
 from gateway.api.replies import reply_json
 from gateway.errors import BadRequestError, NotFoundError
-from gateway.explain.causes import Verdict, View, equal_parts, explain
-from gateway.explain.parts import Digests, Part, ends_of, parts_of
+from gateway.explain.causes import Verdict, View, computed_again, equal_by_parts, explain, likeness, view_of
+from gateway.explain.parts import Digests, Part, parts_of
 from gateway.ledger.base import Entry, Figures
 from gateway.types import ANONYMOUS, Tenant
 
@@ -163,15 +163,15 @@ class ExplainPage:
         if at is None:
             raise NotFoundError("No such request among the latest 2,000.", code="request_not_found")
         now = rows[at]
-        view, older = _row_view(now), rows[at + 1 :]
-        before = max(older, key=lambda row: _likeness(row, now, view.parts), default=None)
+        view, older = view_of(now), rows[at + 1 :]
+        before = max(older, key=lambda row: likeness(view_of(row), view), default=None)
         rate = _rate(rows, now.get("tenant"), now.get("model"))
         if not view.parts or before is None:
             verdict = Verdict("never_seen", "No request before it is known.") if view.parts else _NOTHING_KNOWN
             other = View("", "", "", ())
             return {**self._told(verdict, other, view, None, rate), "stale": stale, "before": None}
-        other = _row_view(before)
-        equal = max(_equal_by_parts(other, view), view.cached_tokens or 0)
+        other = view_of(before)
+        equal = max(equal_by_parts(other, view), view.cached_tokens or 0)
         verdict = explain(other, view, equal)
         return {
             **self._told(verdict, other, view, equal, rate),
@@ -184,11 +184,7 @@ class ExplainPage:
         return _rate((await self._log.read())[0], tenant, model)
 
     def _told(self, verdict: Verdict, before: View, now: View, equal: int | None, per_day: float) -> dict[str, Any]:
-        again = None
-        if equal is not None and verdict.cause not in ("same", "new_question", "never_seen", "unknown"):
-            whole = min(now.num_tokens, before.num_tokens) if before.num_tokens else now.num_tokens
-            reused = equal if now.cached_tokens is None else now.cached_tokens
-            again = max(0, (equal if verdict.cause in _LOST else whole) - (0 if verdict.cause in _APART else reused))
+        again = None if equal is None else computed_again(verdict.cause, before, now, equal)
         currency, figures = self._priced(Entry(now.tenant, now.model, prompt_tokens=round((again or 0) * per_day)))
         return {
             "verdict": verdict.cause,
@@ -210,39 +206,6 @@ class ExplainPage:
 _NOTHING_KNOWN: Final = Verdict(
     "unknown", "Of this request no parts are known: an upstream of the same API answered it, or it is too large."
 )
-_LOST: Final = ("evicted", "other_engine")
-_APART: Final = ("other_model", "other_tenant", "other_scope")
-
-
-def _row_view(row: Mapping[str, Any]) -> View:
-    parts = [
-        Part(one["part"], one["role"], one["message"], one["chars"], one["hash"], one["shape"], one["marked"])
-        for one in row.get("segments", ())
-    ]
-    return View(
-        model=row.get("model") or "",
-        tenant=row.get("tenant") or "",
-        scope=row.get("scope") or "",
-        parts=parts,
-        num_tokens=row.get("prompt_tokens", 0),
-        cached_tokens=row.get("cached_tokens") if row.get("hit") in ("prefix", "miss") else None,
-        engine=row.get("engine") or "",
-    )
-
-
-def _likeness(row: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[Part]) -> tuple[int, int, int]:
-    """What begins like it comes first, dates and ids aside; then what could have shared its cache."""
-    other = _row_view(row).parts
-    close = sum(row.get(name) == now.get(name) for name in ("model", "tenant", "scope"))
-    tools = [sorted(part.digest for part in some if part.section == "tools") for some in (other, parts)]
-    return equal_parts(other, parts, shapes=True), close, len(set(tools[0]) & set(tools[1]))
-
-
-def _equal_by_parts(before: View, now: View) -> int:
-    count = equal_parts(before.parts, now.parts)
-    if count == len(now.parts):
-        return now.num_tokens
-    return ends_of(now.parts, now.num_tokens)[count - 1] if count else 0
 
 
 def _rate(rows: Sequence[Mapping[str, Any]], tenant: str | None, model: str | None) -> float:

@@ -22,6 +22,7 @@ from gateway.admin.handlers import Admin
 from gateway.admin.ledger import LedgerPage
 from gateway.admin.me import MePage
 from gateway.admin.metrics import Metrics
+from gateway.admin.nightly import Nightly
 from gateway.admin.overview import Overview, OverviewPages
 from gateway.admin.purge import Engine, PurgePage
 from gateway.admin.reload import ReloadPage
@@ -136,6 +137,7 @@ def build_app(
     sources: Sources,
     history: History,
     requests: Ring,
+    nightly: Ring,
     secret: Callable[[], Awaitable[str]],
     cost: Callable[[str, int, int], int | None],
     audit: AuditLog,
@@ -159,12 +161,13 @@ def build_app(
     fleet          of /admin/replicas
     cost           of so many tokens of prompt and answer of a model, for aliases
     history, requests  what happened lately: figures by steps of time, and single requests
+    nightly        lists of misses, one a day
     secret         of all gateways, for digests of prompts
     sources        what /health, /metrics, /admin/stats and /admin/ledger show
     audit          has the changes of admins
     directory      has the tenants and keys that admins made
     reload         reads the settings again, and uses them by `app[USE]` among others
-    claims         of prompts that one gateway of several has cached by an upstream
+    claims         of what one gateway of several does: lists of a day, prompts that it has cached by an upstream
     audited        counts what [[warm]] costs
     Raises ConfigError for prompts of [[warm]] that cannot be used.
     """
@@ -179,6 +182,7 @@ def build_app(
     metrics = Metrics(sources, settings.slo)
     admin = Admin(sources, metrics)
     log = RequestLog(requests, history.add, sources.ledger.priced, now, secret)
+    lists = Nightly(log, nightly, claims, sources.ledger.priced, now)
     accounting = Accounting(sources.ledger.add, sources.prefill_tokens_per_s)
     observer = Observers(metrics, router, accounting, log)
     overview = OverviewPages(Overview(history, sources.ledger, log, admin.figures, now), log)
@@ -233,6 +237,7 @@ def build_app(
             *overview.routes(),
             *RequestPages(log).routes(),
             *ExplainPage(answering, endpoints, log, sources.ledger.priced).routes(),
+            *lists.routes(),
             *CachePages(answers, now, content=settings.auth.admin_content).routes(),
             *purge.routes(),
             *ReplicaPages(fleet, admin.figures).routes(),
@@ -278,6 +283,7 @@ def build_app(
 
     app[USE] = use
     app.cleanup_ctx.append(LoopLag(metrics.lag, metrics.own_lag).running)
+    app.cleanup_ctx.append(lists.running)
     app.on_shutdown.append(lambda _: background.shut_down())
     app.on_cleanup.append(lambda _: background.close())
     app.on_shutdown.append(lambda _: kept.close())

@@ -18,11 +18,11 @@ unknown         too little is known of one of them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from gateway.explain.parts import Part
+from gateway.explain.parts import Part, ends_of
 
 Cause = Literal[
     "same",
@@ -63,6 +63,10 @@ SLACK_BLOCKS: Final = 2
 """That a hit may be shorter than what is equal: the last block is seldom full, and the last token is computed."""
 
 
+_LOST: Final = ("evicted", "other_engine")
+_APART: Final = ("other_model", "other_tenant", "other_scope")
+_NOTHING_AGAIN: Final = ("same", "new_question", "never_seen", "unknown")
+
 LEAST_CHARS: Final = 200
 """With which two first parts begin alike before one is called an edit of the other."""
 
@@ -98,6 +102,51 @@ class Verdict(NamedTuple):
     @property
     def advice(self) -> str | None:
         return ADVICE.get(self.cause)
+
+
+def view_of(row: Mapping[str, Any]) -> View:
+    """Of a request that was answered, by the row that is kept of it (admin/requests.py)."""
+    parts = [
+        Part(one["part"], one["role"], one["message"], one["chars"], one["hash"], one["shape"], one["marked"])
+        for one in row.get("segments", ())
+    ]
+    return View(
+        model=row.get("model") or "",
+        tenant=row.get("tenant") or "",
+        scope=row.get("scope") or "",
+        parts=parts,
+        num_tokens=row.get("prompt_tokens", 0),
+        cached_tokens=row.get("cached_tokens") if row.get("hit") in ("prefix", "miss") else None,
+        engine=row.get("engine") or "",
+    )
+
+
+def likeness(before: View, now: View) -> tuple[int, int, int, int]:
+    """The most alike of earlier requests has the most of it: what begins like it, dates and ids aside; then what could
+    have shared its cache; then what is the same in both."""
+    close = sum(one == other for one, other in zip(before[:3], now[:3], strict=True))
+    common = {part.digest for part in before.parts} & {part.digest for part in now.parts}
+    equal = equal_parts(before.parts, now.parts)
+    return equal_parts(before.parts, now.parts, shapes=True), close, equal, len(common)
+
+
+def equal_by_parts(before: View, now: View) -> int:
+    """Tokens that both begin with, as far as parts tell."""
+    count = equal_parts(before.parts, now.parts)
+    if count == len(now.parts):
+        return now.num_tokens
+    if count == len(before.parts) and before.num_tokens:  # it is known, and shares of characters are not
+        return min(before.num_tokens, now.num_tokens)
+    return ends_of(now.parts, now.num_tokens)[count - 1] if count else 0
+
+
+def computed_again(cause: Cause, before: View, now: View, equal_tokens: int) -> int | None:
+    """Tokens that it would not have had to compute. None where that is not the question."""
+    if cause in _NOTHING_AGAIN:
+        return None
+    whole = min(now.num_tokens, before.num_tokens) if before.num_tokens else now.num_tokens
+    reused = equal_tokens if now.cached_tokens is None else now.cached_tokens
+    return max(0, (equal_tokens if cause in _LOST else whole) - (0 if cause in _APART else reused))
 
 
 def equal_parts(before: Sequence[Part], now: Sequence[Part], *, shapes: bool = False) -> int:

@@ -20,6 +20,7 @@ import pytest_asyncio
 from tests.fakes import demo_traffic
 from tests.fakes.demo_traffic import ADMIN_KEY, CONFIG, HOSTILE, TENANTS
 from tests.fakes.server import Server, inside
+from tests.fakes.waiting import until
 
 api = pytest.importorskip("playwright.async_api", reason="playwright is not there; .ci/debian.sh installs it")
 
@@ -327,6 +328,37 @@ async def test_two_pasted_requests_are_shown_where_they_part(server: Server, bro
         assert ["Monday" in excerpts[0], "Friday" in excerpts[1]] == [True, True]
         assert await one.page.locator("tbody .tag:text-is('differs here')").count() == 1
         assert await one.axe() == []
+
+
+async def test_misses_that_one_change_would_have_saved_are_listed(server: Server, browser: Any) -> None:
+    async with visit(browser, server) as one:
+        for day in (23, 24):
+            body = {
+                "model": "demo",
+                "max_tokens": 2,
+                "messages": [
+                    {"role": "system", "content": f"It is 2026-11-{day}. {demo_traffic.HANDBOOK} Speak French."},
+                    {"role": "user", "content": "Is a berth free?"},
+                ],
+            }
+            headers = {"Authorization": f"Bearer {TENANTS['cygnus']}"}
+            path = f"{server.url}/v1/chat/completions"
+            assert (await one.page.context.request.post(path, data=body, headers=headers)).ok
+        url = f"{server.url}/admin/explain/nightly"
+
+        async def known() -> bool:  # the list of now is made again after half a minute
+            found = await (await one.page.context.request.get(url)).json()
+            return any(miss["cause"] == "volatile" for miss in found["tenants"].get("cygnus", ()))
+
+        await until(known, LIMIT_MS / 1e3)
+        await one.open("explain")
+        row = one.page.locator("tbody tr:has(th:text-is('cygnus')):has(.tag:text-is('volatile'))")
+        await row.wait_for()
+        assert "into the last message" in await row.inner_text()
+        assert await one.page.locator("#page :text('requests, ')").count() > 0
+        assert await one.axe() == []
+        await row.locator("a").click()
+        await one.page.wait_for_selector("section[aria-label=Verdict]")
 
 
 @pytest.mark.parametrize("width", [360, 1440])

@@ -18,6 +18,7 @@ import openai
 from aiohttp import web
 
 from gateway.admin.audit import AuditLog
+from gateway.admin.nightly import DAYS
 from gateway.admin.purge import Engine
 from gateway.admin.requests import MOST
 from gateway.admin.sources import EngineStatus, Sources
@@ -271,6 +272,7 @@ def make_app(
         reload=no_reload,
         history=history,
         requests=given.requests or Ring("requests", MOST, None),
+        nightly=Ring("nightly", DAYS, None),
         secret=_secret,
         directory=directory,
         audit=AuditLog(audit or Path("/nowhere"), given.now),

@@ -8,8 +8,8 @@ export const title = "Explain";
 
 const ENDPOINTS = [["", "Told by the bodies"], ...["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"].map((one) => [one, one])];
 
-export function render(root, {api, format, query, query_changed, signal, say}) {
-  const problem = el("p", {class: "problem", role: "alert"}), result = el("div", {class: "stack"});
+export function render(root, {api, format, query, query_changed, attempt, signal, say}) {
+  const problem = el("p", {class: "problem", role: "alert"}), result = el("div", {class: "stack"}), nightly = el("div", {class: "card stack"});
   const byId = el("form", {class: "row card", onsubmit: (event) => { event.preventDefault(); explainOne(); }},
     field({label: "Id of a request", name: "id", required: true, value: query.get("id") ?? "", autocomplete: "off", spellcheck: "false"}),
     el("button", {class: "primary"}, "Explain"));
@@ -23,7 +23,7 @@ export function render(root, {api, format, query, query_changed, signal, say}) {
       field({label: "Tenant of the later", name: "tenant_b", autocomplete: "off"}),
       el("div", null, el("button", {class: "primary"}, "Compare"))));
   replace(root, el("h1", null, title), byId,
-    el("details", {open: query.has("compare")}, el("summary", null, "Compare two requests"), pasted), problem, result);
+    el("details", {open: query.has("compare")}, el("summary", null, "Compare two requests"), pasted), problem, result, nightly);
 
   function explainOne() {
     const id = byId.elements.id.value.trim();
@@ -105,5 +105,34 @@ export function render(root, {api, format, query, query_changed, signal, say}) {
 
   const part = (own) => `${own.role ?? own.part}${own.message === null || own.message === undefined ? "" : `, message ${own.message}`}`;
 
+  // -- misses that one change would have saved ------------------------------------------------------------------------
+
+  async function loadNightly() {
+    const found = await api.get("/admin/explain/nightly", null, {signal});
+    const days = [found, ...found.days];
+    const chosen = field({label: "Day", name: "day", options: days.map(({day}, at) => [String(at), at ? day : "Now"]), value: "0", onchange: (event) => misses(days[event.target.value])});
+    const holder = el("div", {class: "stack tight"});
+    replace(nightly, el("div", {class: "head"}, el("h2", null, "Misses that one change would have saved"), chosen), holder);
+    misses(found);
+
+    function misses({day, requests, from_s, to_s, tenants}) {
+      const rows = Object.entries(tenants).flatMap(([tenant, own]) => own.map((one) => ({tenant, ...one})));
+      replace(holder, table({
+        caption: `Misses that one change would have saved, ${day}`, hideCaption: true, rows, empty: "There are none.",
+        columns: [
+          {label: "Tenant", header: true, class: "break", value: (one) => one.tenant},
+          {label: "Cause", class: "break", value: (one) => [el("span", {class: "tag accent"}, one.cause.replaceAll("_", " ")), " ", one.text, one.advice && el("p", {class: "muted small"}, one.advice)]},
+          {label: "Requests", number: true, value: (one) => format.count(one.requests)},
+          {label: "Tokens again", number: true, value: (one) => format.tokens(one.tokens)},
+          {label: "Cost", number: true, value: (one) => format.money(one.money)},
+          {label: "Example", value: (one) => el("a", {href: `#/explain?id=${encodeURIComponent(one.example.at(-1))}`, "aria-label": `Explain a request of ${one.tenant}: ${one.cause.replaceAll("_", " ")}`}, "Explain")},
+        ],
+      }), el("p", {class: "muted small"}, requests
+        ? `From ${format.count(requests)} requests, ${format.fullTime(from_s)} to ${format.fullTime(to_s)}: the latest 2,000 at most; where a process has more than 100 a second, a sample of them.`
+        : "No requests are known."));
+    }
+  }
+
   if (query.get("id")) explainOne();
+  attempt(loadNightly);
 }
