@@ -61,6 +61,7 @@ class Metrics:
     def __init__(self, sources: Sources, slo: SloSettings | None = None) -> None:
         """Without `slo` no request is held to anything."""
         self._slo = slo or SloSettings()
+        self._has_slo = bool(self._slo.first_token_ms or self._slo.inter_token_ms)
         self.registry = CollectorRegistry(auto_describe=False)
         self._hits: Counter[str] = Counter()  # answers from the response cache, by tenant
         self._finished: list[Record] = []  # hits that are in no sum yet
@@ -197,7 +198,9 @@ class Metrics:
         """How fast it was answered: of several answers, the longest counts."""
         if record.status >= 400 and record.status != CLIENT_LEFT:
             return
-        trace = max(record.traces, key=_length)
+        trace = record.traces[0] if len(record.traces) == 1 else max(record.traces, key=_length)
+        if trace.hit is not None and not self._has_slo:
+            return
         if (first_ms := trace.first_token_ms) is None:
             return
         each_ms = 0.0
@@ -205,8 +208,8 @@ class Metrics:
         if trace.completion_tokens > 1 and trace.hit is None and (record.stream or not trace.by_upstream):
             each_ms = max(0.0, record.total_ms - first_ms) / (trace.completion_tokens - 1)
             self._inter_token.of(model).add(each_ms / 1e3)
-        if outcome := _outcome(self._slo, first_ms, each_ms):
-            self._objectives.of(model, outcome).value += 1
+        if self._has_slo:
+            self._objectives.of(model, _outcome(self._slo, first_ms, each_ms)).value += 1
 
     def _meter(self, traces: Sequence[Trace], model: str, tenant: str) -> None:
         for trace in traces:
@@ -254,9 +257,6 @@ def _length(trace: Trace) -> int:
 
 
 def _outcome(slo: SloSettings, first_ms: float, each_ms: float) -> str:
-    """Empty where nothing is asked for."""
-    if not (slo.first_token_ms or slo.inter_token_ms):
-        return ""
     if 0 < slo.first_token_ms < first_ms:
         return "first_token"
     return "inter_token" if 0 < slo.inter_token_ms < each_ms else "met"
