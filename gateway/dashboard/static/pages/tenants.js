@@ -77,15 +77,8 @@ export function render(root, {api, format, every, attempt, signal, say}) {
   function limits(one) {
     const own = LIMITS.filter(([name]) => one[name] !== undefined).map(([name, label]) => `${label}: ${one[name] === 0 ? "no limit" : format.count(one[name])}`);
     if (one.response_cache !== undefined) own.push(`Response cache: ${one.response_cache}`);
-    if (one.budget) own.push(`Budget: ${written(one.budget)}`);
+    if (one.budget) own.push(`Budget: ${one.budget} a ${one.budget_period ?? "month"}${one.budget_hard === false ? ", not enforced" : ""}`);
     return own.length ? el("ul", {class: "plain small"}, own.map((text) => el("li", null, text))) : "as for all";
-  }
-
-  /** A budget in words, whatever it has: "day 10 USD, hard". */
-  function written(value) {
-    if (Array.isArray(value)) return value.map(written).join("; ");
-    if (value === null || typeof value !== "object") return String(value);
-    return Object.entries(value).filter(([, one]) => one !== null).map(([name, one]) => `${name.replaceAll("_", " ")} ${written(one)}`).join(", ");
   }
 
   // -- what changes it ------------------------------------------------------------------------------------------------
