@@ -155,7 +155,11 @@ def find_wrong(sources: Sources) -> Iterator[dict[str, str]]:
         if overload.holds:
             yield _wrong("queue", model, f"Model {model} has more conversations than the caches of its engines hold.")
     if ledger.dropped:
-        yield _wrong("ledger", "", f"{ledger.dropped} requests are missing in the ledger: it had no row left for them.")
+        yield _wrong(
+            "ledger",
+            "",
+            f"{ledger.dropped} requests since the start found no row left in the ledger.",
+        )
     if ledger.pending > PENDING_ROWS:
         yield _wrong("ledger", "", f"{ledger.pending} rows of the ledger wait for Redis.")
     for space in sources.response_cache().get("semantic", {}).get("spaces", ()):

@@ -312,12 +312,17 @@ def short(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in _DETAIL}
 
 
+def has_failed(status: int) -> bool:
+    """A client that left is no error."""
+    return status >= 400 and status != CLIENT_LEFT
+
+
 def hit_of(trace: Trace, status: int) -> str:
     """What answered; empty where nothing did."""
     lookup = trace.lookup
     if trace.hit is not None and lookup is not None and lookup.outcome in HITS:
         return lookup.outcome
-    if trace.first_token_ms is None or (status >= 400 and status != CLIENT_LEFT):
+    if trace.first_token_ms is None or has_failed(status):
         return ""
     return "prefix" if trace.cached_tokens else "miss"
 
@@ -355,7 +360,7 @@ def percentile(figures: Mapping[str, int], names: Sequence[str], share: float) -
 
 def _add_figures(figures: Figures, noted: Noted, hit: str) -> None:
     status, trace = noted.status, noted.trace
-    failed = status >= 400 and status != CLIENT_LEFT
+    failed = has_failed(status)
     columns = ["ended", *(["errors"] if failed else []), *([hit] if hit else [])]
     if (first_ms := trace.first_token_ms) is not None and not failed:
         columns.append(FIRST_TOKEN[bucket(first_ms)])
@@ -370,8 +375,8 @@ def _chosen(noted: Sequence[Noted]) -> Collection[int]:
     """Numbers of those that become rows."""
     if len(noted) <= MAX_ROWS:
         return range(len(noted))
-    failed = [number for number, one in enumerate(noted) if one.status >= 400][-MAX_ROWS:]
-    others = [number for number, one in enumerate(noted) if one.status < 400]
+    failed = [number for number, one in enumerate(noted) if has_failed(one.status)][-MAX_ROWS:]
+    others = [number for number, one in enumerate(noted) if not has_failed(one.status)]
     room = min(len(others), MAX_ROWS - len(failed))
     return {*failed, *random.sample(others, room)}  # every few would miss what comes in turns
 
@@ -383,5 +388,5 @@ def _short(name: str | None) -> str | None:
 def _wanted(row: Mapping[str, Any], query: Mapping[str, Any]) -> bool:
     if any(query.get(name) not in (None, row.get(name)) for name in ("tenant", "model", "hit")):
         return False
-    failed = bool(row.get("status", 0) >= 400)
+    failed = has_failed(row.get("status", 0))
     return "error" not in query or failed == (query["error"] == "any")

@@ -7,8 +7,10 @@ Memory has this gateway's own in any case, and what was read last: that is what 
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -37,6 +39,7 @@ class Ring:
         self._own: deque[bytes] = deque(maxlen=most)  # newest first
         self._waiting: deque[bytes] = deque(maxlen=most)  # for Redis, oldest first
         self._known: Sequence[bytes] = ()  # as last read from Redis
+        self._pushing = asyncio.Lock()
 
     async def push(self, entries: Sequence[bytes]) -> None:
         """Oldest first. Never raises: what Redis does not take is tried again with the next."""
@@ -44,17 +47,22 @@ class Ring:
         if self._calls is None:
             return
         self._waiting.extend(entries)
+        async with self._pushing:
+            with suppress(RedisDownError):
+                while self._waiting:
+                    some = [self._waiting.popleft() for _ in range(min(len(self._waiting), PUSHED_AT_ONCE))]
+                    await self._push(self._calls, some)
+
+    async def _push(self, calls: RedisCalls, some: Sequence[bytes]) -> None:
+        pipe = calls.redis.pipeline(transaction=True)
+        pipe.lpush(self._key, *some)
+        pipe.ltrim(self._key, 0, self._most - 1)
         try:
-            while self._waiting:
-                some = [self._waiting[number] for number in range(min(len(self._waiting), PUSHED_AT_ONCE))]
-                pipe = self._calls.redis.pipeline(transaction=True)
-                pipe.lpush(self._key, *some)
-                pipe.ltrim(self._key, 0, self._most - 1)
-                await self._calls.ask_each(self._key, pipe)
-                for _ in some:
-                    self._waiting.popleft()
-        except RedisDownError:
-            return
+            await calls.ask_each(self._key, pipe)
+        except BaseException:
+            room = self._most - len(self._waiting)  # what came meanwhile is newer
+            self._waiting.extendleft(reversed(some[max(0, len(some) - room) :]))
+            raise
 
     async def read(self, most: int | None = None) -> Read:
         """The newest `most`, or all. Never raises."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -147,6 +148,20 @@ async def test_a_ring_shows_what_it_knew_while_redis_is_away_and_writes_it_later
     own_redis.start()
     await one.push([b"more"])
     assert (await other.read()).entries[:2] == [b"more", b"mine"]
+    await close(redis)
+
+
+async def test_readers_that_come_together_after_an_outage_lose_nothing(own_redis: RedisProcess) -> None:
+    redis = connect(own_redis.url, LIMIT_S)
+    ring = Ring("latest", 2000, RedisCalls(redis, LIMIT_S))
+    own_redis.kill()
+    for number in range(900):
+        await ring.push([b"%d" % number])
+    own_redis.start()
+    await asyncio.gather(ring.push([b"900"]), *(ring.read() for _ in range(20)))
+    wanted = [b"%d" % number for number in reversed(range(901))]
+    assert (await ring.read()).entries == wanted
+    assert await redis.lrange("kvasir:{latest}.ring", 0, -1) == wanted
     await close(redis)
 
 
