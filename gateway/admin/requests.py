@@ -37,8 +37,11 @@ WRITE_S: Final = 1.0
 """From one write to the next."""
 
 MAX_ROWS: Final = 100
-"""Of one process at each write. Of more requests those that failed and some of the others become rows: a row costs a
+"""Of one process at each write. Of more requests some that failed and some of the others become rows: a row costs a
 tenth of what a request does, and the ring would be full within seconds. All are counted."""
+
+MAX_FAILED: Final = MAX_ROWS // 2
+"""Of these, that failed."""
 
 MAX_PENDING: Final = 20_000
 """Requests of one process that are not written yet; of more, the oldest are left out of the ring and the history."""
@@ -279,7 +282,7 @@ class RequestPages:
                 "GET",
                 "/admin/requests",
                 self.show,
-                "The latest 2,000 requests; of more than 100 a second those that failed, and a sample.",
+                "The latest 2,000 requests; of more than 100 a second a sample.",
                 query=_QUERY,
                 key="admin",
             ),
@@ -375,7 +378,7 @@ def _chosen(noted: Sequence[Noted]) -> Collection[int]:
     """Numbers of those that become rows."""
     if len(noted) <= MAX_ROWS:
         return range(len(noted))
-    failed = [number for number, one in enumerate(noted) if has_failed(one.status)][-MAX_ROWS:]
+    failed = [number for number, one in enumerate(noted) if has_failed(one.status)][-MAX_FAILED:]
     others = [number for number, one in enumerate(noted) if not has_failed(one.status)]
     room = min(len(others), MAX_ROWS - len(failed))
     return {*failed, *random.sample(others, room)}  # every few would miss what comes in turns

@@ -162,10 +162,10 @@ async def test_a_name_that_is_html_is_shown_as_text(server: Server, browser: Any
         rows = [row for row in (await answer.json())["requests"] if row["endpoint"] == "/v1/chat/completions"]
         await one.open(f"requests/{rows[0]['id']}")  # an alias was asked for
         await one.page.wait_for_function(
-            "name => document.querySelector('#page').innerText.includes(name)", arg=HOSTILE
+            "name => document.querySelector('#page')?.innerText.includes(name)", arg=HOSTILE
         )
         await one.page.goto(f"{server.url}/dashboard#/cache?model={HOSTILE.replace('=', '%3D')}")
-        await one.page.wait_for_function("text => document.querySelector('[name=model]').value === text", arg=HOSTILE)
+        await one.page.wait_for_function("text => document.querySelector('[name=model]')?.value === text", arg=HOSTILE)
         await one.open("playground")
         await one.page.fill("[name=key]", TENANTS["cygnus"])
         await one.page.fill("[name=model]", f"{HOSTILE}!")
