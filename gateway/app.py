@@ -46,6 +46,7 @@ from gateway.ledger.books import Book, MemoryBook, RedisBook
 from gateway.ledger.history import SPANS, History
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
+from gateway.limits.budgets import Budgets
 from gateway.limits.counters import MemoryCounters, RedisCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
 from gateway.logs import lost_lines
@@ -169,12 +170,13 @@ class Gateway:
         self.history = History({name: self._history_book(name) for name in SPANS}, time.time)
         self.requests = Ring("requests", MOST, self._calls())
         self.nightly = Ring("nightly", DAYS, self._calls())
-        self.ledger = Ledger(settings.ledger, prices, book, time.time, self.history.add_rows)
+        budgets = Budgets(settings.tenants, self._calls(), time.time, prices.estimate)
+        self.ledger = Ledger(settings.ledger, prices, book, time.time, self.history.add_rows, budgets.spent)
         lease_s, calls = settings.limits.lease_s, self._calls()
         counters = SharedCounters(
             None if calls is None else RedisCounters(calls, lease_s=lease_s), MemoryCounters(lease_s=lease_s)
         )
-        self.limits = TenantLimits(settings.limits, settings.tenants, counters)
+        self.limits = TenantLimits(settings.limits, settings.tenants, counters, budgets=budgets)
         calls = self._calls()
         kept: IssuedStore = FileIssued(settings.server.data_dir) if calls is None else RedisIssued(calls)
         self.directory = Directory(kept, settings.tenants, time.time)

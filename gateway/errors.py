@@ -15,6 +15,7 @@ api/ writes these in its own shape.
     +-- FileTooLargeError          413                          retry: no
     +-- QueueFullError             429  rate_limit_exceeded     retry: after retry_after_s
     +-- RateLimitError             429  rate_limit_exceeded     retry: after retry_after_s; no, where it is None
+    |   +-- BudgetError            429  budget_exceeded         retry: after retry_after_s
     +-- QuotaError                 429  quota_exceeded          retry: no, something has to be deleted, or to end
     +-- OverloadedError            503  server_is_overloaded    retry: after retry_after_s; no engine took it
     |   +-- NoEngineError          503                          the model is known, none of its engines can be reached
@@ -198,6 +199,15 @@ class RateLimitError(KvasirError):
         self.limit = limit
         if "tokens" not in limit:
             self.type = "requests"
+
+
+class BudgetError(RateLimitError):
+    """The tenant's money for the day or the month is spent."""
+
+    code = "budget_exceeded"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message, "budget", retry_after_s=retry_after_s)
 
 
 class QuotaError(KvasirError):

@@ -49,6 +49,8 @@ PROMISES = {
     "gateway.files.store",
     "gateway.issued.base",
     "gateway.issued.directory",
+    "gateway.limits.budgets",
+    "gateway.limits.holds",
     "gateway.limits.limits",
     "gateway.queues.batch.base",
     "gateway.queues.batch.store",

@@ -183,10 +183,10 @@ def _is_money(column: str) -> bool:
 def money_of(by_currency: Mapping[str, Figures], column: str) -> dict[str, str] | None:
     """None where no price is known."""
     priced = sorted(currency for currency in by_currency if currency)
-    return {one: _decimal(by_currency[one].get(column, 0)) for one in priced} or None
+    return {one: decimal(by_currency[one].get(column, 0)) for one in priced} or None
 
 
-def _decimal(nano: int) -> str:
+def decimal(nano: int) -> str:
     return f"{Decimal(nano) / NANO:f}"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from gateway.admin.ledger import grouped, totals_json
+from gateway.admin.ledger import decimal, grouped, totals_json
 from gateway.admin.sources import Ledger
 from gateway.api.dialect import Route
 from gateway.api.record import ISSUED, TENANT
@@ -17,6 +17,7 @@ from gateway.api.replies import reply_json
 from gateway.errors import RedisDownError
 from gateway.issued.directory import Directory
 from gateway.ledger.base import Figures, Row
+from gateway.limits.budgets import BudgetState
 from gateway.limits.limits import TenantLimits
 
 KEPT_S: Final = 10.0
@@ -54,6 +55,7 @@ class MePage:
                     kind: {"limit": room.limit, "remaining": room.remaining, "reset_s": round(room.reset_s, 3)}
                     for kind, room in self._limits.rooms(tenant).items()
                 },
+                "budget": _budget(await self._limits.budgets.look(tenant) if self._limits.budgets else None),
                 "today": _used(of_today),
                 "month": _used(rows),
                 "stale": stale,
@@ -77,6 +79,18 @@ class MePage:
                     for row, figures in read.items():
                         self._rows.setdefault(row.tenant, {})[row] = figures
         return self._rows.get(tenant, {}), stale
+
+
+def _budget(state: BudgetState | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    left = max(0, state.limit - state.used)
+    return {
+        "period": state.period,
+        "hard": state.hard,
+        **{name: decimal(nano) for name, nano in (("limit", state.limit), ("used", state.used), ("left", left))},
+        "reset_s": state.reset_s,
+    }
 
 
 def _used(rows: Mapping[Row, Figures]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from typing import Any, Final
@@ -166,8 +166,16 @@ def find_wrong(sources: Sources) -> Iterator[dict[str, str]]:
         if space["closed"] and space["audits"]:
             name = f"{space['owner']} {space['model']}"
             yield _wrong("semantic", name, f"The semantic cache of {name} is closed: too many hits would be wrong.")
+    yield from _wrong_budgets(sources.limits().get("tenants", {}))
     if (cold := sources.cold()) is not None:
         yield _wrong("warm", "", f"The gateway is not ready: {cold}.")
+
+
+def _wrong_budgets(tenants: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    for name, one in tenants.items():
+        if (budget := one.get("budget")) and budget["remaining"] <= budget["limit"] / 10:
+            how = "its budget" if budget["remaining"] <= 0 else "90% of its budget"
+            yield _wrong("budget", name, f"Tenant {name} has spent {how}.")
 
 
 def _wrong_engine(engine: EngineStatus) -> Iterator[dict[str, str]]:

@@ -163,6 +163,8 @@ closed | closed | 1 while the bound leaves no room for hits.
 stored_responses_total | responses/{outcome} | Responses to be stored, by outcome.
 malformed_requests_total | malformed/{reason} | Requests that are not valid HTTP.
 limited_requests_total | limits/{tenant}/refused/{limit} | Requests refused by a limit of the tenant.
+budget_limit | limits/{tenant}/budget/limit | Money that a tenant may spend in its period.
+budget_remaining | limits/{tenant}/budget/remaining | What is left of it; below 0 where more was spent.
 batch_lines_in_flight | batches/in_flight | Lines of batches that this gateway works on.
 batch_models_paused | batches/paused_models | Models whose lines are paused at this gateway.
 batch_jobs_open | batches/open_jobs | Unfinished batches of all gateways.

@@ -45,6 +45,9 @@ CHANGE: Final[Mapping[str, Parameter]] = {
         Parameter("semantic_cache", _mode, "string", "Mode of the semantic cache, where there is one."),
         Parameter("cache_key", choice("separate", "hint"), "string", "What its `prompt_cache_key`s do."),
         Parameter("unknown_fields", choice("ignore", "refuse"), "string", "What becomes of unknown fields."),
+        Parameter("budget", number(0.000001, 1_000_000), "number", "Money that it may spend in a period."),
+        Parameter("budget_period", choice("day", "month"), "string", "The period (UTC), default `month`."),
+        Parameter("budget_hard", boolean, "boolean", "Whether requests beyond it get 429, default true."),
         _MODELS,
     )
 }

@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from aiohttp import web
 
@@ -122,6 +122,10 @@ class Dialect:
     tells_writes: bool = True
 
 
+MOST_RETRY_S: Final = 3600.0
+"""No client waits longer for a retry."""
+
+
 def retry_headers(error: KvasirError) -> dict[str, str]:
     """When to retry, as the OpenAI and Anthropic SDKs and proxies read it. Empty where the status is enough."""
     headers: dict[str, str] = {}
@@ -132,7 +136,7 @@ def retry_headers(error: KvasirError) -> dict[str, str]:
         headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1e3)))
     hopeless = isinstance(error, QuotaError | StorageFullError | NotCachedError | EnginesDiedError)
     if isinstance(error, DeadlineError | RateLimitError):  # as much time, or more than the tenant ever may send
-        hopeless = error.retry_after_s is None
+        hopeless = error.retry_after_s is None or error.retry_after_s > MOST_RETRY_S
     elif isinstance(error, UpstreamTimeoutError):
         hopeless = error.for_good
     if hopeless:  # it would be the same again, or something has to be deleted first

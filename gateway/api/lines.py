@@ -22,12 +22,12 @@ from gateway.api.answering import Answering, parsed
 from gateway.api.call import Call
 from gateway.api.dialect import Dialect
 from gateway.api.middleware import noted
-from gateway.api.passthrough import Headers, Passthrough, Upstreams, may_keep
+from gateway.api.passthrough import Headers, Passthrough, Upstreams, may_keep, need_of
 from gateway.api.record import Observer, Record, failed, known_error
 from gateway.api.router import Router
 from gateway.api.stream import Generation
 from gateway.api.structure import work_of_json
-from gateway.api.tenants import Namespaces
+from gateway.api.tenants import Namespaces, set_aside
 from gateway.api.unknown_fields import IgnoredFields, collected
 from gateway.config import BatchSettings
 from gateway.errors import (
@@ -282,6 +282,7 @@ class BatchRunner:
             headers=(*endpoint.headers, *line.headers),
             body=body,
         )
+        await set_aside(self.passthrough.limits, record, lambda: need_of(request), line.body["model"])
         record.traces = [request.trace]
         request.trace.by_upstream = True  # also where its cached answer is given again: it is paid as upstreams are
         try:

@@ -121,6 +121,8 @@ class noted(collected):  # noqa: N801 - reads as a statement, like contextlib.su
         if record.hold is not None:
             record.hold.settle(record.usage)
         self._observer.finished(record)
+        if record.money is not None:  # now that the ledger has what it cost
+            record.money.settle(None)
         _log(record)
 
 

@@ -217,7 +217,7 @@ class Passthrough:
             priority=values.get("priority", 0) if type(values.get("priority")) is int else 0,
         )
         request = await off_loop(record.work, build)
-        await set_aside(self.limits, record, lambda: need_of(request))
+        await set_aside(self.limits, record, lambda: need_of(request), model)
         record.traces = [request.trace]
         async with self.upstreams.answer(request) as answer:
             record.model = answer.label

@@ -22,7 +22,7 @@ from gateway.api.unknown_fields import IgnoredFields
 from gateway.errors import KvasirError
 from gateway.issued.base import IssuedKey
 from gateway.ledger.base import Entry
-from gateway.limits.limits import Hold
+from gateway.limits.holds import Hold
 from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class Record:
     spent: list[Spent] = field(default_factory=list)  # by targets before it
     cors: Mapping[str, str] = field(default_factory=dict)  # headers for browsers
     allowance: Allowance | None = None  # what the tenant may still send, when it asked
+    money: Hold | None = None  # of a tenant with a budget
+    budget: str = ""  # what a header says of it
     hold: Hold | None = None  # of a tenant with limits, once the request was let in
     body: Claim | None = None  # on memory for it; middleware.py lets go of it
     body_bytes: int = 0  # of what was sent, decoded
@@ -249,6 +251,8 @@ def common_headers(record: Record) -> dict[str, str]:
     if (target := record.target) is not None:
         headers["x-kvasir-target"] = quote(target.model, safe=_SAFE)
         headers["x-kvasir-route"] = f"{target.policy}; reason={target.reason}"
+    if record.budget:
+        headers["x-kvasir-budget"] = record.budget
     if record.ignored.names:
         headers[IGNORED_FIELDS] = record.ignored.header
     theirs = next((trace.allowance for trace in record.traces if trace.allowance), None)

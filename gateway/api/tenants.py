@@ -218,16 +218,24 @@ def _may_use(tenant: Tenant, tenants: Sequence[str] | frozenset[str]) -> bool:
     return tenant.name in tenants or ALL_TENANTS in tenants
 
 
-async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Need]) -> None:
-    """For a request of the online lane, once. Raises RateLimitError. Nothing happens for a tenant without limits."""
-    tenant = record.tenant
-    if record.hold is not None or tenant is None or record.lane == "batch" or not limits.has(tenant):
+async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Need], model: str | None = None) -> None:
+    """Once for each request. Raises RateLimitError. Nothing happens for a tenant without limits and budget, and of the
+    batch lane only money is set aside. `model` is the record's where it is not given."""
+    tenant, budgets = record.tenant, limits.budgets
+    if tenant is None:
         return
-    try:
-        record.hold = await limits.set_aside(tenant, need())
-    finally:
-        if record.allowance is not None:
-            record.allowance = record.allowance._replace(**limits.rooms(tenant))
+    if record.hold is None and record.lane != "batch" and limits.has(tenant):
+        try:
+            record.hold = await limits.set_aside(tenant, need())
+        finally:
+            if record.allowance is not None:
+                record.allowance = record.allowance._replace(**limits.rooms(tenant))
+    model = model or record.model
+    if budgets is not None and budgets.has(tenant) and record.money is None and model is not None:
+        try:
+            record.money = await limits.set_money_aside(tenant, model, need())
+        finally:
+            record.budget = budgets.header(tenant)
 
 
 def need_of(call: Call, body_bytes: int, context_tokens: int) -> Need:

@@ -78,6 +78,12 @@ class TenantSettings(Section):
     """What its `prompt_cache_key`s do; as `prompt.cache_key` when not set."""
     semantic_cache: Literal["on", "ask", "off"] | None = None
     """Which of its requests the semantic cache is for; as `semantic_cache.mode` when not set."""
+    budget: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """Money that it may spend in a period, in the currency of the prices; none by default."""
+    budget_period: Literal["day", "month"] = "month"
+    """The period (UTC) of `budget`."""
+    budget_hard: bool = True
+    """Whether requests beyond `budget` get 429; else their answers only say so (`x-kvasir-budget`)."""
     unknown_fields: Literal["ignore", "refuse"] | None = None
     """What becomes of unknown fields of its requests; as `api.unknown_fields` when not set."""
 

@@ -40,8 +40,11 @@ class Ledger:
         book: Book,
         now: Callable[[], float],
         taken: Callable[[Sequence[tuple[Row, Figures]]], None] = lambda _: None,
+        spent: Callable[[str, Callable[[], int]], None] = lambda _, __: None,
     ) -> None:
-        """`now` is in seconds since 1970. `taken` gets the rows that are written, once."""
+        """`now` is in seconds since 1970. `taken` gets the rows that are written, once; `spent` the tenant of each
+        entry, and a function for what it cost."""
+        self._spent = spent
         self._taken = taken
         self._settings = settings
         self._prices = prices
@@ -78,6 +81,7 @@ class Ledger:
         if (today := self._today()) != self._day:
             self._day = today
             self._known.clear()
+        self._spent(entry.tenant, lambda: self.priced(entry)[1].get("cost_nano", 0))
         tariff = self._prices.of(entry.model, entry.by_upstream)
         row = self._bounded(Row(today, entry.tenant, entry.model, entry.lane, tariff.currency if tariff else ""))
         if row not in self._rows and self.pending >= 2 * self._settings.max_rows:

@@ -20,7 +20,9 @@ from gateway import tasks
 from gateway.config import LimitSettings, TenantSettings
 from gateway.errors import RateLimitError
 from gateway.limits.amounts import Amounts, Limits, costs, limits_of, refusal, to_set_aside, used
+from gateway.limits.budgets import Budgets
 from gateway.limits.counters import Counters, SharedCounters, Take, Taken, quiet, room
+from gateway.limits.holds import Hold
 from gateway.types import LimitKind, Need, Room, Usage
 
 CLOSE_LIMIT_S: Final = 2.0
@@ -53,7 +55,9 @@ class TenantLimits:
         tenants: Sequence[TenantSettings],
         counters: SharedCounters,
         clock: Callable[[], float] = time.monotonic,
+        budgets: Budgets | None = None,
     ) -> None:
+        self.budgets = budgets
         self._counters = counters
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
@@ -67,6 +71,8 @@ class TenantLimits:
     def replace(self, settings: LimitSettings, tenants: Sequence[TenantSettings]) -> None:
         """From now on these limits hold. What was set aside for a request is settled by those that it began with."""
         self._settings = settings
+        if self.budgets is not None:
+            self.budgets.replace(tenants)
         old, self._accounts = self._accounts, {}
         for name, limits in limits_of(settings, tenants):
             account = self._accounts[name] = old.get(name) or _Account(limits)
@@ -102,6 +108,14 @@ class TenantLimits:
             account.refused[error.limit] += 1
             raise
 
+    async def set_money_aside(self, tenant: str, model: str, need: Need) -> Hold | None:
+        """As `set_aside`, of its budget, at the price of the online lane. An answer without a maximum is as long as
+        `assumed_completion_tokens`. Raises BudgetError."""
+        if (budgets := self.budgets) is None or not need.generates:
+            return None
+        each = self._settings.assumed_completion_tokens if need.answer_tokens is None else need.answer_tokens
+        return await budgets.set_aside(tenant, model, need.input_tokens, need.answers * each)
+
     async def _set_aside(self, tenant: str, account: _Account, need: Need) -> Hold:
         limits = account.limits
         amounts = to_set_aside(need, limits, self._settings)
@@ -123,6 +137,8 @@ class TenantLimits:
     async def close(self) -> None:
         """Waits for what is on its way to the counters, CLOSE_LIMIT_S at most."""
         await tasks.cancel(self._renewing)
+        if self.budgets is not None:
+            await self.budgets.close()
         if sending := self._sending | self._counters.ending:
             await asyncio.wait(sending, timeout=CLOSE_LIMIT_S)
 
@@ -135,7 +151,10 @@ class TenantLimits:
 
     def figures(self) -> dict[str, Any]:
         """For /metrics and /admin/stats, as of the last answers of the counters."""
-        return {"tenants": {name: self._figures(name) for name in self._accounts}}
+        figures = {name: self._figures(name) for name in self._accounts}
+        for name, budget in ({} if self.budgets is None else self.budgets.figures()).items():
+            figures.setdefault(name, {"refused": {}})["budget"] = budget
+        return {"tenants": figures}
 
     def _figures(self, tenant: str) -> dict[str, Any]:
         account = self._accounts[tenant]
@@ -172,19 +191,3 @@ class TenantLimits:
             sending = tasks.spawn(quiet(counters.give_back(tenant, changes, flights)), name="settle limits")
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
-
-
-class Hold:
-    """What was set aside for one request."""
-
-    __slots__ = ("_settle",)
-
-    def __init__(self, settle: Callable[[Usage | None], None]) -> None:
-        self._settle: Callable[[Usage | None], None] | None = settle
-
-    def settle(self, usage: Usage | None) -> None:
-        """The request is over and used this much; the rest of the reservation is returned. None: unknown, and all of it
-        stays spent. Does not block; further calls do nothing."""
-        settle, self._settle = self._settle, None
-        if settle is not None:
-            settle(usage)

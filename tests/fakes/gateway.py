@@ -61,6 +61,7 @@ from gateway.ledger.books import MemoryBook
 from gateway.ledger.history import SPANS, History
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import Prices
+from gateway.limits.budgets import Budgets
 from gateway.limits.counters import MemoryCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
 from gateway.queues.batch.store import BatchStore, open_stores
@@ -77,6 +78,7 @@ from gateway.responses.stored_answers import StoredAnswers
 from gateway.responses.upstream_answers import RememberedUpstreams
 from gateway.storage.byte_store import ByteStore, Quota
 from gateway.storage.memory_bytes import MemoryBytes
+from gateway.storage.redis_calls import RedisCalls
 from gateway.storage.ring import Ring
 from gateway.upstreams.stage import Upstreams
 from tests.fakes.answers import FakeAnswers
@@ -199,6 +201,7 @@ class Options:
     waits: QueueSettings = field(default_factory=QueueSettings)  # for a slot at one of those
     response_store: ByteStore | None = None  # of stored responses; None is memory
     response_cache: ResponseCache = field(default_factory=lambda: response_cache(mode="off"))
+    budget_calls: RedisCalls | None = None
     directory: Directory | None = None  # None is one of the tenants, that nothing was made in yet
     fleet: Fleet | None = None  # None is one without servers
     files: FileSettings = field(
@@ -238,10 +241,12 @@ def make_app(
     files = files or make_files(given.files, Path("/nowhere"), given.now)
     queue = given.queue or idle_queue()
     history = given.history or History({name: MemoryBook() for name in SPANS}, given.now)
-    ledger = given.ledger or Ledger(
-        LedgerSettings(), Prices(given.prices, given.batches.price), MemoryBook(), given.now, history.add_rows
-    )
     limits = given.limits = given.limits or limits_of(given)
+    prices = Prices(given.prices, given.batches.price)
+    if limits.budgets is None:
+        limits.budgets = Budgets(given.tenants, given.budget_calls, given.now, prices.estimate)
+    spent = limits.budgets.spent
+    ledger = given.ledger or Ledger(LedgerSettings(), prices, MemoryBook(), given.now, history.add_rows, spent)
     upstreams = upstreams or Upstreams(given.upstreams, {})
     responses = ResponseStore(given.response_store or MemoryBytes(Quota.of(given.stored_responses), given.now))
     settings = Settings.model_construct(  # some tests have sections together that the whole refuses

@@ -16,7 +16,9 @@ from gateway.api.sessions import COOKIE, CSRF_HEADER, LIFE_S
 from gateway.api.tenants import Auth, _digest
 from gateway.config import AuthSettings, TenantSettings
 from gateway.errors import RateLimitError, UnauthorizedError
+from gateway.issued.directory import Directory
 from tests.fakes.gateway import Gateway, running
+from tests.fakes.issued import MemoryIssued
 
 KEYS = AuthSettings(admin_keys=("admin-key-1", "admin-key-2"))
 TENANTS = (TenantSettings(name="north", keys=("north-key-1",)),)
@@ -124,7 +126,8 @@ async def test_another_gateway_with_the_key_takes_the_cookie_and_one_without_it_
 
 
 def test_a_session_ends_when_its_key_is_removed_while_the_gateway_runs() -> None:
-    auth = Auth(KEYS, TENANTS, lambda: START_S)
+    directory = Directory(MemoryIssued(), TENANTS, lambda: START_S)
+    auth = Auth(KEYS, TENANTS, directory, lambda: START_S)
     cookie, _ = sessions.begin(_digest("admin-key-1"), START_S)
     http = make_mocked_request("GET", "/admin/stats", headers={"Cookie": f"{COOKIE}={cookie}"})
     assert auth.check_admin(http) == _digest("admin-key-1")

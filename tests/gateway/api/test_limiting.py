@@ -20,7 +20,7 @@ from gateway.api.lines import LineRequest
 from gateway.api.openai.request import parse_chat, parse_completion
 from gateway.api.routes import RUNNER
 from gateway.api.tenants import IMAGE_TOKENS, need_of
-from gateway.config import LeaseSettings, LimitSettings, ServerSettings, TenantSettings
+from gateway.config import LeaseSettings, LimitSettings, PriceSettings, ServerSettings, TenantSettings
 from gateway.errors import QueueFullError
 from gateway.storage.redis_calls import connect
 from gateway.types import Need, Tenant
@@ -389,3 +389,24 @@ async def test_redis_that_is_killed_in_between_costs_nothing(own_redis: RedisPro
             assert headers["x-ratelimit-remaining-requests"] == "59", "the new Redis counts again, from nothing"
     finally:
         await redis.aclose()
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["chat", "message", "content"])
+async def test_a_spent_budget_is_429_in_each_dialect_until_it_starts_anew(kind: str) -> None:
+    prices = (PriceSettings.model_validate({"model": "demo", "input": 1_000_000, "output": 1_000_000}),)
+    tenants = (NORTH.model_copy(update={"budget": 1.0, "requests_per_minute": None}), SOUTH)
+    async with running(FakePipeline(), tenants=tenants, prices=prices) as gateway:
+        status, _, headers = await ask(gateway, kind, "key-of-north")
+        assert (status, headers["x-kvasir-budget"].partition(";")[0]) == (200, "used=0")
+        status, body, headers = await ask(gateway, kind, "key-of-north")
+        assert status == 429
+        assert "The budget of north for this month is spent: Limit 1, Used " in json.dumps(body)
+        assert int(headers["Retry-After"]) <= 31 * 86_400
+        status, _, headers = await ask(gateway, kind, "key-of-south")
+        assert (status, "x-kvasir-budget" in headers) == (200, False)
+        async with gateway.session.get(gateway.url + "/v1/me", headers={"x-api-key": "key-of-north"}) as answer:
+            me = await answer.json()
+        assert (me["budget"]["limit"], me["budget"]["left"], me["budget"]["period"]) == ("1", "0", "month")

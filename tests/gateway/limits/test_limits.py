@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gateway.config import TenantSettings
 from gateway.errors import RateLimitError
 from gateway.limits.counters import MemoryCounters
-from gateway.limits.limits import Hold, TenantLimits
+from gateway.limits.holds import Hold
+from gateway.limits.limits import TenantLimits
 from gateway.types import ANONYMOUS, Need, Room, Usage
 from tests.fakes.guests import run
 from tests.fakes.limits import Clock, tenant_limits
