@@ -41,7 +41,7 @@ async def test_a_job_leaves_its_record_alone_in_redis_until_that_is_over_its_tim
         assert job.counts == Counts(100, succeeded=100)
         assert Counter(row["id"] for row in await lane.results(job)) == Counter(map(str, range(100)))
         names = {key.decode().removeprefix(PREFIX).partition(":")[0] for key in await keys_of(redis, f"{PREFIX}*")}
-        assert names == {"job", "of", "ended"}
+        assert names == {"job", "of", "all", "ended"}
         lane.now_s += lane.settings.keep_s
         await lane.worker(FakeRunner()).sweep()
         assert await keys_of(redis, f"{PREFIX}*") == []
