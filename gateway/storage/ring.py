@@ -54,7 +54,7 @@ class Ring:
                     await self._push(self._calls, some)
 
     async def _push(self, calls: RedisCalls, some: Sequence[bytes]) -> None:
-        pipe = calls.redis.pipeline(transaction=True)
+        pipe = calls.redis.pipeline(transaction=False)  # for a moment it may be longer
         pipe.lpush(self._key, *some)
         pipe.ltrim(self._key, 0, self._most - 1)
         try:

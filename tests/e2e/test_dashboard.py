@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from tests.fakes import demo_traffic
-from tests.fakes.demo_traffic import ADMIN_KEY, CONFIG, HOSTILE, TENANTS
+from tests.fakes.demo_traffic import ADMIN_KEY, CONFIG, GREEDY, HOSTILE, TENANTS
 from tests.fakes.server import Server, inside
 from tests.fakes.waiting import until
 
@@ -250,12 +250,16 @@ async def test_a_keyboard_is_enough(server: Server, browser: Any) -> None:
 
 async def test_remembered_answers_are_found_and_removed(server: Server, browser: Any) -> None:
     async with visit(browser, server) as one:
+        asked = {**GREEDY, "messages": [{"role": "user", "content": "What is asked once, and by nobody else?"}]}
+        answer = await one.page.context.request.post(
+            f"{server.url}/v1/chat/completions", data=asked, headers={"Authorization": f"Bearer {TENANTS['atlas']}"}
+        )
+        name = answer.headers["x-kvasir-cache-key"]
         await one.open("cache")
         await one.page.fill("[name=tenant]", "atlas")
         await one.page.click("button:text-is('Search')")
-        row = one.page.locator("section[aria-labelledby=answers] tbody tr button")
+        row = one.page.locator(f"section[aria-labelledby=answers] tbody tr button[title='{name}']")
         await row.first.wait_for()
-        name = await row.first.get_attribute("title")
         await row.first.click()
         await one.page.wait_for_selector("dialog :text('of the prompt')")
         one.problems = [problem for problem in one.problems if "403" not in problem]  # texts are not for this admin

@@ -101,8 +101,10 @@ async def numbers(session: aiohttp.ClientSession, query: str) -> list[float]:
     """That a query returns now, without those that are none, as of a division by nothing."""
     try:
         async with session.get("/api/v1/query", params={"query": query}) as answer:
+            if answer.status == 503:  # it starts
+                return []
             found = await answer.json()
-    except aiohttp.ClientConnectionError:  # it has only just started
+    except aiohttp.ClientConnectionError:  # it has only just begun to
         return []
     assert found["status"] == "success", (query, found)
     values = [float(sample["value"][1]) for sample in found["data"]["result"]]
