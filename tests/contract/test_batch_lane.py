@@ -61,7 +61,7 @@ async def test_gateways_on_one_redis_share_the_lines(redis_url: str, tmp_path: P
 
 
 async def test_while_redis_is_away_lines_wait_and_then_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with RedisProcess(tmp_path, "--appendonly", "yes") as process:
+    with RedisProcess(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as process:
         async with connect(process.url, 2.0) as redis:
             lane, runner = Lane(tmp_path / "data", stores=stores(redis)), FakeRunner()
             job = await lane.create([{"id": str(number), "hold": number >= 4} for number in range(20)])
