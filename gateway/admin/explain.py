@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
 from aiohttp import web
@@ -24,7 +23,7 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.record import BODY, RECORD, Record
 from gateway.api.replies import reply_json
 from gateway.errors import BadRequestError, NotFoundError
-from gateway.explain.causes import Verdict, View, computed_again, equal_by_parts, explain, likeness, view_of
+from gateway.explain.causes import Verdict, View, common, computed_again, equal_by_parts, explain, likeness, view_of
 from gateway.explain.parts import Digests, Part, parts_of
 from gateway.ledger.base import Entry, Figures
 from gateway.types import ANONYMOUS, Tenant
@@ -112,7 +111,7 @@ class ExplainPage:
     async def _pasted(self, record: Record, values: Mapping[str, Any]) -> dict[str, Any]:
         digests = Digests(b"")
         before, now = [await self._view(record, values, side, digests) for side in ("a", "b")]
-        same = _equal_tokens(before.tokens, now.tokens)
+        same = common(array("I", before.tokens), array("I", now.tokens))
         equal = same if before.tokens and now.tokens else None
         verdict = explain(before.view, now.view, same)
         rate = await self._rate(now.view.tenant, now.view.model)
@@ -232,11 +231,6 @@ def _endpoint_of(body: Body) -> str:
 def _blocks(message: Body) -> list[Body]:
     content = message.get("content")
     return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
-
-
-def _equal_tokens(one: bytes, other: bytes) -> int:
-    pairs = zip(array("I", one), array("I", other), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _shown(part: Part, view: View) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from gateway.api.warming import Claims
 from gateway.errors import RedisDownError
 from gateway.explain.misses import Misses, find_misses
 from gateway.ledger.base import Entry, Figures, add_up
-from gateway.storage.ring import Ring
+from gateway.storage.ring import Ring, read_objects
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +144,4 @@ def _day(at_s: float) -> str:
 
 def _read(entries: Sequence[bytes]) -> list[dict[str, Any]]:
     """Lists of days, the newest first; what no gateway wrote is passed over."""
-    found = []
-    for entry in entries:
-        with suppress(ValueError):
-            found.append(one) if isinstance(one := orjson.loads(entry), dict) and "day" in one else None
-    return sorted(found, key=lambda one: str(one["day"]), reverse=True)
+    return sorted(read_objects(entries, "day"), key=lambda one: str(one["day"]), reverse=True)

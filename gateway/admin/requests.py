@@ -27,7 +27,7 @@ from gateway.api.replies import reply_json
 from gateway.errors import NotFoundError, RedisDownError
 from gateway.explain.parts import Digests, parts_of, rows_of
 from gateway.ledger.base import Entry, Figures
-from gateway.storage.ring import Ring
+from gateway.storage.ring import Ring, read_objects
 from gateway.types import Trace
 
 MOST: Final = 2000
@@ -72,20 +72,11 @@ _QUERY: Final = {
     )
 }
 DEFAULT_LIMIT: Final = 100
-_DETAIL: Final = (
-    *(
-        "overhead_ms",
-        "retries",
-        "finish",
-        "lookup",
-        "receipt",
-        "lease",
-        "target",
-        "route",
-        "scope",
-        "segments",
-        "stream",
-    ),
+_DETAIL: Final = frozenset(
+    (
+        *("overhead_ms", "retries", "finish", "lookup", "receipt", "lease", "target", "stream"),
+        *("route", "scope", "segments"),
+    )
 )
 """What only the life of one request has."""
 
@@ -208,11 +199,7 @@ class RequestLog:
         """The newest rows of all gateways, and whether they are only what was last known."""
         await self.flush()
         found = await self._ring.read(most)
-        rows = []
-        for entry in found.entries:
-            with suppress(ValueError):
-                rows.append(row) if isinstance(row := orjson.loads(entry), dict) and "row" in row else None
-        return rows, found.stale
+        return read_objects(found.entries, "row"), found.stale
 
     def _row(self, noted: Noted, hit: str) -> dict[str, Any]:
         trace = noted.trace

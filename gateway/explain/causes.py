@@ -175,7 +175,7 @@ def explain(before: View, now: View, equal_tokens: int) -> Verdict:
         return _all_equal(before, now, equal_tokens)
     cause, text = _difference(before.parts, now.parts, at)
     one, other = before.parts[at].text, now.parts[at].text
-    char = None if one is None or other is None else _common(one, other)
+    char = None if one is None or other is None else common(one, other)
     return Verdict(cause, text, at, char)
 
 
@@ -225,17 +225,13 @@ def _difference(before: Sequence[Part], now: Sequence[Part], at: int) -> tuple[C
 def _edited(before: Sequence[Part], now: Sequence[Part]) -> bool:
     """Whether two first parts are one that was edited: they begin alike, or what follows is the same."""
     one, other = before[0].text, now[0].text
-    if (
-        one is not None
-        and other is not None
-        and _common(one, other) >= min(LEAST_CHARS, len(one) // 2, len(other) // 2)
-    ):
+    if one is not None and other is not None and common(one, other) >= min(LEAST_CHARS, len(one) // 2, len(other) // 2):
         return True
     return bool({part.digest for part in before[1:]} & {part.digest for part in now[1:]})
 
 
-def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many characters, or tokens, both begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

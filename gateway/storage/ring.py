@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, Final, NamedTuple
+
+import orjson
 
 from gateway.errors import RedisDownError
 from gateway.storage.redis_calls import RedisCalls
@@ -78,3 +80,14 @@ class Ring:
         if most == self._most:
             self._known = entries
         return Read(entries)
+
+
+def read_objects(entries: Iterable[bytes], name: str) -> list[dict[str, Any]]:
+    """Entries that are JSON objects with a field of this name; what no gateway wrote is passed over."""
+    found = list[dict[str, Any]]()
+    for entry in entries:
+        with suppress(ValueError):
+            one = orjson.loads(entry)
+            if isinstance(one, dict) and name in one:
+                found.append(one)
+    return found
