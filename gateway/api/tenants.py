@@ -8,7 +8,6 @@ conversation; prompts that come as tokens are counted. The middleware settles th
 
 from __future__ import annotations
 
-import hashlib
 import time
 from base64 import b64decode
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from gateway.api.fields import shown
 from gateway.api.record import ISSUED, Record
 from gateway.api.sessions import Session
 from gateway.config import ALL_TENANTS, PRIVATE, AuthSettings, CacheKeyMode, NamespaceSettings, TenantSettings
+from gateway.digests import key_digest
 from gateway.errors import ForbiddenError, UnauthorizedError
 from gateway.issued.directory import Directory
 from gateway.limits.limits import TenantLimits
@@ -64,8 +64,8 @@ class Auth:
     def replace(self, auth: AuthSettings, tenants: Sequence[TenantSettings]) -> None:
         """From now on these keys hold."""
         self._named = {one.name: Tenant(one.name, weight=one.weight, priority=one.priority) for one in tenants}
-        self._tenants = {_digest(key): self._named[one.name] for one in tenants for key in one.keys}
-        self._admins = {_digest(key) for key in auth.admin_keys}
+        self._tenants = {key_digest(key): self._named[one.name] for one in tenants for key in one.keys}
+        self._admins = {key_digest(key) for key in auth.admin_keys}
 
     def tenant(self, http: web.Request) -> Tenant:
         """The tenant of a request. Raises UnauthorizedError, and ForbiddenError for an admin key."""
@@ -74,7 +74,7 @@ class Auth:
         key = _key(http)
         if not key:
             raise _no_key("You didn't provide an API key. Send it as `Authorization: Bearer KEY`.")
-        digest = _digest(key)
+        digest = key_digest(key)
         if (tenant := self._tenants.get(digest)) is not None:
             return tenant
         if (issued := self._directory.find(digest.hex())) is not None and issued.tenant in self._named:
@@ -95,7 +95,7 @@ class Auth:
         if state == "open":
             if http.method not in sessions.READS:
                 sessions.check_origin(http)
-            return _digest("")
+            return key_digest("")
         key = _bearer(http) or _password(http)
         if not key and session is not None:
             sessions.check(http, session)
@@ -106,7 +106,7 @@ class Auth:
             )
         if (admin := self.admin_of(key)) is not None:
             return admin
-        digest = _digest(key)
+        digest = key_digest(key)
         if digest in self._tenants or self._directory.find(digest.hex()) is not None:
             raise ForbiddenError("This is the key of a tenant; /admin needs an admin key.")
         raise _no_admin_key(http, "Incorrect admin key provided.", code="invalid_api_key")
@@ -120,7 +120,7 @@ class Auth:
 
     def admin_of(self, key: str) -> bytes | None:
         """The digest of an admin key, in a time that does not depend on the key."""
-        digest = _digest(key)
+        digest = key_digest(key)
         return digest if sum(compare_digest(digest, admin) for admin in self._admins) else None
 
 
@@ -147,10 +147,6 @@ def _password(http: web.Request) -> str:
         return b64decode(value.strip(), validate=True).decode().partition(":")[2].strip()
     except ValueError:  # no base64, or no text
         return ""
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _no_admin_key(http: web.Request, message: str, code: str | None = None) -> UnauthorizedError:

@@ -4,7 +4,6 @@ has those that hold now. Of a key only its SHA-256 is known.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,6 +13,7 @@ import orjson
 from pydantic import ValidationError
 
 from gateway.config import TenantSettings
+from gateway.digests import key_digest
 
 MAX_TENANTS: Final = 1_000
 """That are made at run time."""
@@ -56,7 +56,8 @@ class Issued:
 
 
 def digest_of(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+    """As `Directory.find` takes it."""
+    return key_digest(key).hex()
 
 
 def allows(models: tuple[str, ...], model: str) -> bool:

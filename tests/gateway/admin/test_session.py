@@ -13,8 +13,9 @@ from aiohttp.test_utils import make_mocked_request
 from gateway.admin.session import EVERY_S, MAX_ADDRESSES, TRIES, Tries
 from gateway.api import sessions
 from gateway.api.sessions import COOKIE, CSRF_HEADER, LIFE_S
-from gateway.api.tenants import Auth, _digest
+from gateway.api.tenants import Auth
 from gateway.config import AuthSettings, TenantSettings
+from gateway.digests import key_digest
 from gateway.errors import RateLimitError, UnauthorizedError
 from gateway.issued.directory import Directory
 from tests.fakes.gateway import Gateway, running
@@ -91,13 +92,13 @@ async def test_without_a_cookie_nothing_is_told() -> None:
 async def test_a_forged_cookie_is_none() -> None:
     async with logged_in() as browser:
         ends_s, nonce, signature = browser.cookie.split(".")
-        forged = sessions.begin(_digest("another-key-1"), START_S)[0]
+        forged = sessions.begin(key_digest("another-key-1"), START_S)[0]
         for cookie in (
             f"{int(ends_s) + 1}.{nonce}.{signature}",
             f"{ends_s}.{nonce[::-1]}.{signature}",
             f"{ends_s}.{nonce}.{'0' * 64}",
             f"{ends_s}.{nonce}.",
-            _digest("admin-key-1").hex(),
+            key_digest("admin-key-1").hex(),
             "admin-key-1",
             forged,
             "x" * 4000,
@@ -128,9 +129,9 @@ async def test_another_gateway_with_the_key_takes_the_cookie_and_one_without_it_
 def test_a_session_ends_when_its_key_is_removed_while_the_gateway_runs() -> None:
     directory = Directory(MemoryIssued(), TENANTS, lambda: START_S)
     auth = Auth(KEYS, TENANTS, directory, lambda: START_S)
-    cookie, _ = sessions.begin(_digest("admin-key-1"), START_S)
+    cookie, _ = sessions.begin(key_digest("admin-key-1"), START_S)
     http = make_mocked_request("GET", "/admin/stats", headers={"Cookie": f"{COOKIE}={cookie}"})
-    assert auth.check_admin(http) == _digest("admin-key-1")
+    assert auth.check_admin(http) == key_digest("admin-key-1")
     auth.replace(AuthSettings(admin_keys=("admin-key-2",)), TENANTS)
     with pytest.raises(UnauthorizedError):
         auth.check_admin(http)
