@@ -18,8 +18,9 @@ from gateway.admin.ledger import money_of, totals_json
 from gateway.admin.metrics import Metrics
 from gateway.admin.requests import FIRST_TOKEN, HITS, INTER_TOKEN, RequestLog, percentile, short
 from gateway.admin.sources import EngineStatus, Ledger, Sources
-from gateway.api.dialect import Route
+from gateway.api.dialect import SSE, Route
 from gateway.api.fields import Parameter, choice, read_query
+from gateway.api.record import RECORD, common_headers
 from gateway.api.replies import reply_json
 from gateway.errors import OverloadedError, RedisDownError
 from gateway.ledger.base import Figures, add_up
@@ -44,7 +45,6 @@ _QUERY: Final = {
     "span": Parameter("span", choice(*SPANS), "`hour`, `day` or `month`; default `hour`", "What is looked back at.")
 }
 _SHARES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_EVENT_STREAM: Final = "text/event-stream"
 
 
 class Overview:
@@ -218,7 +218,7 @@ class OverviewPages:
                 "/admin/live",
                 self.live,
                 "The overview of the last hour every 2 s, and new requests.",
-                media=(_EVENT_STREAM,),
+                media=(SSE,),
                 key="admin",
             ),
         ]
@@ -231,8 +231,10 @@ class OverviewPages:
         """GET /admin/live: events `overview` and `requests`, for LIVE_S, or until the client or the server leaves."""
         if len(self._pages) >= MAX_PAGES:
             raise OverloadedError(f"{MAX_PAGES} pages are open already.", retry_after_s=EVERY_S)
-        answer = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        answer.content_type = _EVENT_STREAM
+        answer = web.StreamResponse(
+            headers={**common_headers(http[RECORD]), "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        )
+        answer.content_type = SSE
         events: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=4)  # a page that is slower misses some
         self._pages.add(events)
         if self._looking is None:

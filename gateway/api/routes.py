@@ -42,7 +42,7 @@ from gateway.api.anthropic.wire import ANTHROPIC
 from gateway.api.bodies import BODIES, Bodies
 from gateway.api.body import MAX_DEPTH, expect_continue
 from gateway.api.descriptors import count_malformed
-from gateway.api.dialect import CHUNKED, UNLISTED, Route
+from gateway.api.dialect import CHUNKED, SSE, UNLISTED, Route
 from gateway.api.docs import Docs
 from gateway.api.gemini.cached_contents import CachedContents
 from gateway.api.gemini.content_store import ContentStore
@@ -289,8 +289,13 @@ def build_app(
     app.on_shutdown.append(lambda _: kept.close())
     app[LOG] = log
     app.on_shutdown.append(overview.close)
-    # A download would also be sent for a HEAD.
-    downloads = {route.path for own in docs.routes.values() for route in own if not CHUNKED.isdisjoint(route.media)}
+    # A download would also be sent for a HEAD, and events without an end would keep its connection.
+    downloads = {
+        route.path
+        for own in docs.routes.values()
+        for route in own
+        if not CHUNKED.isdisjoint(route.media) or route.media == (SSE,)
+    }
     for (method, path), handler in prologue.handlers(docs.routes).items():
         app.router.add_route(method, path, handler, expect_handler=expect_continue)
         if method == "GET" and path not in downloads:

@@ -135,6 +135,7 @@ async def test_requests_are_found_by_what_they_were() -> None:
 async def test_live_sends_the_overview_and_new_requests_and_ends_with_the_server() -> None:
     async with running(FakePipeline()) as gateway, gateway.session.get(gateway.url + "/admin/live") as live:
         assert live.content_type == "text/event-stream"
+        assert live.headers["x-request-id"]
         assert await live.content.readline() == b"event: overview\n"
         assert json.loads((await live.content.readline()).removeprefix(b"data: "))["span"] == "hour"
         _, _, headers = await gateway.post(CHAT, ASK)
@@ -145,6 +146,11 @@ async def test_live_sends_the_overview_and_new_requests_and_ends_with_the_server
         assert [row["id"] for row in rows] == [headers["x-request-id"]]
         await gateway.app.shutdown()
         assert b"event: requests" not in await live.content.read()
+
+
+async def test_a_head_of_live_does_not_hold_its_connection() -> None:
+    async with running() as gateway, gateway.session.head(gateway.url + "/admin/live") as live:
+        assert live.status == 405
 
 
 async def test_live_ends_after_a_while_so_that_a_key_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
