@@ -20,6 +20,8 @@ from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, sections, variable_name
 from gateway.client.arguments import (
+    KEY_VARIABLE,
+    URL_VARIABLE,
     add_explain_parser,
     add_purge_parser,
     add_reload_parser,
@@ -34,6 +36,9 @@ from gateway.processes import BAD_SETTING_EXIT, ChildStartError
 from gateway.version import installed_version
 
 CONFIG_VARIABLE = "KVASIR_CONFIG"
+
+NO_SETTINGS = (CONFIG_VARIABLE, URL_VARIABLE, KEY_VARIABLE)
+"""Variables of the commands themselves; the last two are often set for clients in the shell that starts a server."""
 
 ENGINE_MODULES = ("torch", "transformers", "safetensors")
 """What the extra `engine` brings."""
@@ -90,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables = {"replicas": [replica_of_flag(text) for text in getattr(options, "replica", ())]}
 
         def read() -> Settings:
-            current = {name: text for name, text in os.environ.items() if name != CONFIG_VARIABLE}
+            current = {name: text for name, text in os.environ.items() if name not in NO_SETTINGS}
             file = Path(config) if config else None
             return load(Settings, file=file, environ=current, flags=flags, tables=tables)
 

@@ -19,7 +19,8 @@ from gateway.admin.sources import Ledger
 from gateway.api.dialect import JSON, Route
 from gateway.api.fields import Parameter, choice, invalid, read_query, takes, text, wrong_value
 from gateway.api.replies import reply_json
-from gateway.ledger.base import NANO, SAVERS, Figures, Row, add_up
+from gateway.ledger.base import SAVERS, Figures, Row, add_up
+from gateway.types import NANO
 
 CSV: Final = "text/csv"
 DAYS: Final = 30

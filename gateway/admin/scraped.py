@@ -18,7 +18,8 @@ from prometheus_client.registry import Collector
 
 from engine.protocol import LANES, TIER_CODES
 from gateway.admin.sources import EngineStatus, Ledger, Sources
-from gateway.ledger.base import NANO, SAVERS
+from gateway.ledger.base import SAVERS
+from gateway.types import NANO
 
 MAX_TENANTS: Final = 32
 """Of one engine, in the metric of blocks that their leases keep."""

@@ -4,7 +4,7 @@
     row       a day, a tenant, a model, a lane and a currency; no entry is in two
     figures   whole numbers by column, added up in a row: sums by any grouping are equal to the last digit
 
-Money is counted in NANO units: a billionth of what its currency counts in.
+Money is counted in units of `types.NANO`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Final, Literal, NamedTuple
 from engine.protocol import Lane
 from gateway.types import Hit
 
-NANO: Final = 1_000_000_000
 OTHER: Final = "other"
 """The model of rows past ledger.max_rows."""
 

@@ -25,8 +25,8 @@ from gateway.config import TenantSettings
 from gateway.errors import BudgetError, RedisDownError
 from gateway.limits.holds import Hold
 from gateway.storage.redis_calls import RedisCalls
+from gateway.types import NANO
 
-NANO: Final = 1_000_000_000
 ASIDE_S: Final = 3600.0
 """After which what a gateway set aside that was killed is there again."""
 RETRY_S: Final = 1.0

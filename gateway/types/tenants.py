@@ -11,6 +11,9 @@ from engine.protocol.frozen import dataclass
 ANONYMOUS = "anonymous"
 """The tenant of a server without configured keys."""
 
+NANO = 1_000_000_000
+"""Money is counted in billionths of what its currency counts in."""
+
 
 @dataclass(frozen=True)
 class Scope:

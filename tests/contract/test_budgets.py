@@ -10,10 +10,11 @@ from redis.asyncio import Redis
 
 from gateway.config import TenantSettings
 from gateway.errors import BudgetError
-from gateway.limits.budgets import NANO, Budgets
+from gateway.limits.budgets import Budgets
 from gateway.limits.holds import Hold
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, close, connect
+from gateway.types import NANO
 from tests.fakes.limits import Clock
 from tests.fakes.redis_process import RedisProcess
 

@@ -8,6 +8,7 @@ import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,25 @@ def test_a_bad_setting_stops_the_start_with_status_2(command: str, capsys: pytes
     assert shown.startswith(f"kvasir {command}: server.port (flag --port)")
     assert "'many'" in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_variables_of_clients_are_no_settings_and_all_others_are(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports: list[int] = []
+
+    async def keep(settings: Settings, _: object, read: Callable[[], Settings]) -> None:
+        ports.extend((settings.server.port, read().server.port))
+
+    monkeypatch.setitem(cli._COMMANDS, command, keep)
+    for name, value in (("API_KEY", "admin-key-1234"), ("URL", "http://127.0.0.1:1"), ("SERVER_PORT", "81")):
+        monkeypatch.setenv(f"KVASIR_{name}", value)
+    assert cli.main([command]) == 0
+    assert ports == [81, 81], "at the start, and when it is reloaded"
+    monkeypatch.setenv("KVASIR_API_KEYS", "admin-key-1234")
+    assert cli.main([command]) == 2
+    assert "KVASIR_API_KEYS: there is no such setting" in capsys.readouterr().err
 
 
 def test_an_engine_without_torch_says_what_to_install(

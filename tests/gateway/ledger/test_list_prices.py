@@ -12,9 +12,10 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.config import PriceSettings, Settings, UpstreamSettings
-from gateway.ledger.base import NANO, Entry
+from gateway.ledger.base import Entry
 from gateway.ledger.list_prices import list_prices
 from gateway.ledger.prices import Prices
+from gateway.types import NANO
 
 OPENAI = UpstreamSettings(name="openai", url="https://api.openai.com/v1", models=("gpt-*", "mini = gpt-4o-mini"))
 CLAUDE = UpstreamSettings(

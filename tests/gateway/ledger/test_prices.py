@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import PriceSettings
-from gateway.ledger.base import NANO, Entry, Figures
+from gateway.ledger.base import Entry, Figures
 from gateway.ledger.prices import Prices, Tariff, count
-from gateway.types import Hit
+from gateway.types import NANO, Hit
 
 OPUS = PriceSettings(
     model="opus",
