@@ -22,7 +22,7 @@ from engine.config import ConfigError
 from gateway.admin.accounting import audit_entry
 from gateway.admin.audit import AuditLog
 from gateway.admin.nightly import DAYS
-from gateway.admin.requests import COLUMNS as LATELY
+from gateway.admin.outcomes import COLUMNS as LATELY
 from gateway.admin.requests import MOST
 from gateway.admin.sources import EngineState, EngineStatus, Sources, Total, no_others
 from gateway.api.descriptors import REFUSED

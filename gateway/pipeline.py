@@ -129,7 +129,8 @@ class Pipeline:
                 asked_s = time.monotonic()
                 # 4. + 5. Wait for a slot, at the one where the first token will come soonest.
                 async with self._slot(request, engines, ask) as engine:
-                    sequence.give(engine, self._predict(request, sequence, engine, ask), time.monotonic() - asked_s)
+                    predicted = self._predict(request, sequence, engine, ask)
+                    sequence.give(engine, predicted, time.monotonic() - asked_s, alone=len(engines) == 1)
                     if not is_rendered or engine.hello is not model:
                         is_rendered = not await _render(request, sequence, engine, model)
                     # 6. Stream.

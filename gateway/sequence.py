@@ -17,7 +17,7 @@ from gateway.errors import BadRequestError, EngineFailedError, KvasirError
 from gateway.metering import KeyMisses, meter_cached, meter_start
 from gateway.receipts import Receipts
 from gateway.stages import Engine, Prompts, Reader
-from gateway.types import EncodedPrompt, Event, Finished, FinishReason, Request, Started
+from gateway.types import Candidate, EncodedPrompt, Event, Finished, FinishReason, Request, Started
 
 
 class RunningSequence:
@@ -78,14 +78,17 @@ class RunningSequence:
         """Whether its tokens mean the same at this engine as at the one that had it."""
         return self._hello is None or not self.has_begun or _identity(engine.hello) == _identity(self._hello)
 
-    def give(self, engine: Engine, predicted: int | None, waited_s: float) -> None:
-        """An engine gets it now, after waiting for a slot, which the index says will reuse so many tokens."""
+    def give(self, engine: Engine, predicted: int | None, waited_s: float, *, alone: bool) -> None:
+        """An engine gets it now, after waiting for a slot, which the index says will reuse so many tokens. `alone`:
+        there is no other, and nothing was scored."""
         now, request, trace = time.monotonic(), self._request, self._request.trace
         self._engine, self._hello, self._sent_s = engine, engine.hello, now
         trace.engine = engine.name
         if not self.has_begun:
             self._reader = self._prompts.reader(request, engine.hello)
             trace.predicted_tokens = predicted
+            if alone:
+                trace.route[:] = (Candidate(engine.name, predicted or 0, waited_s, None, chosen=True),)
             trace.queue_ms += waited_s * 1e3
             trace.overhead_ms = (now - request.received_s) * 1e3 - trace.queue_ms
 

@@ -162,7 +162,7 @@ class ExplainPage:
         if at is None:
             raise NotFoundError("No such request among the latest 2,000.", code="request_not_found")
         now = rows[at]
-        view, older = view_of(now), rows[at + 1 :]
+        view, older = view_of(now), [row for row in rows[at + 1 :] if not row.get("uncached")]
         before = max(older, key=lambda row: likeness(view_of(row), view), default=None)
         rate = _rate(rows, now.get("tenant"), now.get("model"))
         if not view.parts or before is None:

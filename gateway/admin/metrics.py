@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from gateway.admin.requests import hit_of
+from gateway.admin.outcomes import hit_of
 from gateway.admin.scraped import Scraped
 from gateway.admin.sources import Sources
 from gateway.admin.tallies import BOUNDS_S, Counts, Durations, IgnoredFieldCounts
@@ -100,7 +100,7 @@ class Metrics:
         self._retries = self._counts("retries", "Times that another engine took over a request.", ("model",))
         self._first_token = self._durations(
             "first_token_seconds",
-            "From arrival to the first token, by what answered: exact, shared, semantic, prefix, miss.",
+            "From arrival to the first token, by what answered: exact, shared, semantic, prefix, miss, bypass.",
             ("model", "hit"),
             TOKEN_SECONDS,
         )

@@ -16,7 +16,8 @@ from aiohttp import web
 from gateway import tasks
 from gateway.admin.ledger import money_of, totals_json
 from gateway.admin.metrics import Metrics
-from gateway.admin.requests import FIRST_TOKEN, HITS, INTER_TOKEN, RequestLog, percentile, short
+from gateway.admin.outcomes import FIRST_TOKEN, HITS, INTER_TOKEN, percentile
+from gateway.admin.requests import RequestLog, short
 from gateway.admin.sources import EngineStatus, Ledger, Sources
 from gateway.api.dialect import SSE, Route
 from gateway.api.fields import Parameter, choice, read_query

@@ -7,7 +7,6 @@ rows: JSON in a ring that all gateways share, and figures of the history. Nothin
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import secrets
 from collections import deque
@@ -20,9 +19,10 @@ from aiohttp import web
 
 from gateway import tasks
 from gateway.admin.ledger import money_of
+from gateway.admin.outcomes import HITS, add_figures, has_failed, hit_of
 from gateway.api.dialect import Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
-from gateway.api.record import CLIENT_LEFT, ChosenTarget, Record
+from gateway.api.record import ChosenTarget, Record
 from gateway.api.replies import reply_json
 from gateway.errors import NotFoundError, RedisDownError
 from gateway.explain.parts import Digests, parts_of, rows_of
@@ -56,10 +56,6 @@ MAX_ALL_HELD: Final = 64 << 20
 MAX_CHARS: Final = 200
 """Of a text of a row; names of models may be a client's own."""
 
-HITS: Final = ("exact", "shared", "semantic", "prefix", "miss")
-"""What answered: the response cache, an answer that was being generated, one that means the same; of what was
-generated, whether a part of its prompt was cached, by an engine or an upstream."""
-
 _QUERY: Final = {
     one.name: one
     for one in (
@@ -75,7 +71,7 @@ DEFAULT_LIMIT: Final = 100
 _DETAIL: Final = frozenset(
     (
         *("overhead_ms", "retries", "finish", "lookup", "receipt", "lease", "target", "stream"),
-        *("route", "scope", "segments"),
+        *("route", "scope", "segments", "uncached", "hosted"),
     )
 )
 """What only the life of one request has."""
@@ -185,7 +181,7 @@ class RequestLog:
             chosen = _chosen(waiting)
             for number, noted in enumerate(waiting):
                 hit = hit_of(noted.trace, noted.status)
-                _add_figures(figures, noted, hit)
+                add_figures(figures, noted.trace, noted.status, noted.total_ms, hit)
                 if number in chosen:
                     rows.append(orjson.dumps(self._row(noted, hit)))
                 if number % 20 == 19:
@@ -241,13 +237,15 @@ class RequestLog:
                     "engine": one.engine,
                     "cached_tokens": one.cached_tokens,
                     "wait_ms": round(one.wait_s * 1e3, 1),
-                    "score_ms": round(one.score_s * 1e3, 1),
+                    "score_ms": None if one.score_s is None else round(one.score_s * 1e3, 1),
                     "chosen": one.chosen,
                 }
                 for one in trace.route
             ],
             "scope": None if self._digests is None else self._digests(trace.salt),
             "segments": self._segments(trace),
+            "uncached": trace.uncached,
+            "hosted": trace.by_upstream,
         }
 
     def _segments(self, trace: Trace) -> list[dict[str, Any]]:
@@ -300,65 +298,6 @@ class RequestPages:
 def short(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the list."""
     return {name: value for name, value in row.items() if name not in _DETAIL}
-
-
-def has_failed(status: int) -> bool:
-    """A client that left is no error."""
-    return status >= 400 and status != CLIENT_LEFT
-
-
-def hit_of(trace: Trace, status: int) -> str:
-    """What answered; empty where nothing did."""
-    lookup = trace.lookup
-    if trace.hit is not None and lookup is not None and lookup.outcome in HITS:
-        return lookup.outcome
-    if trace.first_token_ms is None or has_failed(status):
-        return ""
-    return "prefix" if trace.cached_tokens else "miss"
-
-
-# -- figures of the history -------------------------------------------------------------------------------------------
-
-BUCKETS: Final = 96
-_LEAST_MS: Final = 0.1
-_A_DOUBLING: Final = 4
-"""Buckets in which a time doubles: a percentile is wrong by no more than 9%."""
-
-FIRST_TOKEN: Final = tuple(f"first_token_{number}" for number in range(BUCKETS))
-INTER_TOKEN: Final = tuple(f"inter_token_{number}" for number in range(BUCKETS))
-COLUMNS: Final = frozenset((*HITS, "ended", "errors", *FIRST_TOKEN, *INTER_TOKEN))
-"""Of the history, besides those of the ledger: how many ended, and of them failed or were answered by what; times by
-bucket."""
-
-
-def bucket(ms: float) -> int:
-    return min(BUCKETS - 1, max(0, round(_A_DOUBLING * math.log2(max(ms, _LEAST_MS) / _LEAST_MS))))
-
-
-def percentile(figures: Mapping[str, int], names: Sequence[str], share: float) -> float | None:
-    """Of the times in these buckets, in milliseconds."""
-    counts = [figures.get(name, 0) for name in names]
-    left = share * sum(counts)
-    if not any(counts):
-        return None
-    for number, count in enumerate(counts):
-        left -= count
-        if left <= 0 and count:
-            return float(f"{_LEAST_MS * 2 ** (number / _A_DOUBLING):.3g}")
-    return None
-
-
-def _add_figures(figures: Figures, noted: Noted, hit: str) -> None:
-    status, trace = noted.status, noted.trace
-    failed = has_failed(status)
-    columns = ["ended", *(["errors"] if failed else []), *([hit] if hit else [])]
-    if (first_ms := trace.first_token_ms) is not None and not failed:
-        columns.append(FIRST_TOKEN[bucket(first_ms)])
-        if trace.completion_tokens > 1 and trace.hit is None:
-            each_ms = (noted.total_ms - first_ms) / (trace.completion_tokens - 1)
-            columns.append(INTER_TOKEN[bucket(each_ms)])
-    for column in columns:
-        figures[column] = figures.get(column, 0) + 1
 
 
 def _chosen(noted: Sequence[Noted]) -> Collection[int]:

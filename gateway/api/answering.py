@@ -223,7 +223,7 @@ class Answering:
                 thinking=call.thinking,
                 group=group,
                 number=number,
-                trace=Trace(fork=number > 0, prompt=prompt, salt=scope.salt),
+                trace=Trace(fork=number > 0, prompt=prompt, salt=scope.salt, uncached=not call.use_cache),
                 work=work,
                 stream=call.stream,
                 reuse=reuse,

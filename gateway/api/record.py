@@ -142,6 +142,8 @@ def _together(traces: Sequence[Trace]) -> Trace:
     return Trace(
         prompt=traces[0].prompt if traces else None,
         salt=traces[0].salt if traces else "",
+        uncached=traces[0].uncached if traces else False,
+        by_upstream=any(trace.by_upstream for trace in traces),
         route=traces[0].route if traces else [],
         engine=",".join(dict.fromkeys(trace.engine for trace in traces if trace.engine)) or None,
         prompt_tokens=sum(trace.prompt_tokens for trace in traces),

@@ -9,11 +9,12 @@ marked_changes  the part that is marked for caching changes from request to requ
 changed         a part was edited
 new_question    what differs is the last message: nothing could have been saved
 too_short       the prompt is shorter than what is cached at all
+bypass          its client wanted nothing to be reused
 other_model, other_tenant, other_scope    caches are not shared between these
 other_engine    another engine answered, which did not have it
 evicted         the same engine had it and lost it before this request came
 never_seen      no prompt before it began like it
-unknown         too little is known of one of them
+unknown         too little is known of one of them, or what is kept of both is equal and does not go on to their ends
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ Cause = Literal[
     "changed",
     "new_question",
     "too_short",
+    "bypass",
     "other_model",
     "other_tenant",
     "other_scope",
@@ -51,6 +53,7 @@ ADVICE: Final[dict[Cause, str]] = {
     "marked_changes": "Mark the last part that stays the same, not one that changes with every request.",
     "changed": "Text that is edited belongs behind text that is not; a conversation that only grows stays cached.",
     "too_short": "Nothing to do: so short a prompt is computed at once.",
+    "bypass": "Leave out what asks for that (prompt_cache_options, logprobs of the prompt) where reuse is wanted.",
     "other_model": "Each model has a cache of its own: send requests that begin alike to one model.",
     "other_tenant": "Tenants share nothing unless a namespace is configured for them ([[namespaces]]).",
     "other_scope": "Send the same prompt_cache_key, cache_salt and namespace, or none: each has a cache of its own.",
@@ -65,7 +68,11 @@ SLACK_BLOCKS: Final = 2
 
 _LOST: Final = ("evicted", "other_engine")
 _APART: Final = ("other_model", "other_tenant", "other_scope")
-_NOTHING_AGAIN: Final = ("same", "new_question", "never_seen", "unknown")
+_NOTHING_AGAIN: Final = ("same", "new_question", "never_seen", "unknown", "bypass")
+
+HOSTED_LEAST: Final = 1024
+HOSTED_STEP: Final = 128
+"""Tokens of the shortest prefix that hosted APIs cache as a rule, and in which longer ones grow."""
 
 LEAST_CHARS: Final = 200
 """With which two first parts begin alike before one is called an edit of the other."""
@@ -77,7 +84,9 @@ class View(NamedTuple):
     parts          empty where nothing is known
     num_tokens     of its prompt, 0 where that is not known
     cached_tokens  that it read from a cache; None: it was not sent
-    block_size     tokens of what is cached at the least
+    block_size     tokens in which what is cached grows
+    hosted         an upstream answered: which of its machines did, and what their caches keep, is not known
+    uncached       its client wanted nothing to be reused, and nothing of it can be
     """
 
     model: str
@@ -88,6 +97,8 @@ class View(NamedTuple):
     cached_tokens: int | None = None
     engine: str = ""
     block_size: int = 16
+    hosted: bool = False
+    uncached: bool = False
 
 
 class Verdict(NamedTuple):
@@ -110,14 +121,18 @@ def view_of(row: Mapping[str, Any]) -> View:
         Part(one["part"], one["role"], one["message"], one["chars"], one["hash"], one["shape"], one["marked"])
         for one in row.get("segments", ())
     ]
+    hosted = bool(row.get("hosted"))
     return View(
         model=row.get("model") or "",
         tenant=row.get("tenant") or "",
         scope=row.get("scope") or "",
         parts=parts,
         num_tokens=row.get("prompt_tokens", 0),
-        cached_tokens=row.get("cached_tokens") if row.get("hit") in ("prefix", "miss") else None,
+        cached_tokens=row.get("cached_tokens") if row.get("hit") in ("prefix", "miss", "bypass") else None,
         engine=row.get("engine") or "",
+        block_size=HOSTED_STEP if hosted else 16,
+        hosted=hosted,
+        uncached=bool(row.get("uncached")),
     )
 
 
@@ -165,12 +180,18 @@ def explain(before: View, now: View, equal_tokens: int) -> Verdict:
     common, as far as it is known."""
     if not before.parts or not now.parts:
         return Verdict("unknown", "Too little is known of one of the requests to compare them.")
+    if now.uncached:
+        return Verdict("bypass", "It asked that nothing be read from a cache, and nothing be kept in one.")
     at = equal_parts(before.parts, now.parts)
     differs = at < len(before.parts) and at < len(now.parts)
     if (apart := _apart(before, now, at)) is not None:
         return apart
-    if now.num_tokens and min(now.num_tokens, before.num_tokens or now.num_tokens) < now.block_size:
-        return Verdict("too_short", f"A prompt of {now.num_tokens} tokens is less than a block of {now.block_size}.")
+    least = HOSTED_LEAST if now.hosted else now.block_size
+    if now.num_tokens and min(now.num_tokens, before.num_tokens or now.num_tokens) < least:
+        what = f"the {least} that hosted APIs cache as a rule" if now.hosted else f"a block of {least}"
+        return Verdict("too_short", f"A prompt of {now.num_tokens} tokens is less than {what}.")
+    if differs and now.parts[at].section == "rest":
+        return _rest(before, now, at)
     if not differs:
         return _all_equal(before, now, equal_tokens)
     cause, text = _difference(before.parts, now.parts, at)
@@ -192,12 +213,23 @@ def _apart(before: View, now: View, at: int) -> Verdict | None:
     return None
 
 
+def _rest(before: View, now: View, at: int) -> Verdict:
+    """What differs is behind the parts that are kept."""
+    kept = before.num_tokens - SLACK_BLOCKS * now.block_size
+    if now.cached_tokens is not None and 0 < kept <= now.cached_tokens:
+        return Verdict("same", "It read all of the other from a cache: nothing was missed.", at)
+    return Verdict("unknown", f"They are equal as far as is known: of each the first {at} parts are kept.", at)
+
+
 def _all_equal(before: View, now: View, equal_tokens: int) -> Verdict:
     missing = 0 if now.cached_tokens is None else equal_tokens - now.cached_tokens
     if missing <= SLACK_BLOCKS * now.block_size:
         return Verdict("same", "The one begins with all of the other: nothing was missed.")
     if before.engine != now.engine:
         return Verdict("other_engine", f"Engine {before.engine} had it, and {now.engine} answered.")
+    if now.hosted:
+        read = f"{now.cached_tokens} of {equal_tokens} tokens"
+        return Verdict("unknown", f"{now.engine} read {read} from a cache: which ones an upstream keeps is not known.")
     return Verdict("evicted", f"Engine {now.engine} had {equal_tokens} tokens of it, and lost them before it came.")
 
 

@@ -17,12 +17,10 @@ from gateway.explain.causes import (
     View,
     computed_again,
     equal_by_parts,
-    equal_parts,
     explain,
     likeness,
     view_of,
 )
-from gateway.explain.parts import MAX_PARTS
 
 CAUSES: Final[frozenset[Cause]] = frozenset(
     (
@@ -59,6 +57,8 @@ def find_misses(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Misses]]:
     for number, row in enumerate(rows := rows[::-1]):
         now = view_of(row)
         views.append(now)
+        if now.uncached:
+            continue
         keys = [*_keys(now)]
         if now.cached_tokens is not None and (near := _nearest(seen, keys, views, now)) is not None:
             _compare(found, rows[near], views[near], row, now)
@@ -72,10 +72,7 @@ def find_misses(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Misses]]:
 def _compare(
     found: dict[str, dict[Cause, Misses]], earlier: Mapping[str, Any], before: View, row: Mapping[str, Any], now: View
 ) -> None:
-    """Adds what it missed, if it is more than the end of a prompt that is never cached. Where all parts that are kept
-    are equal, it is not known what comes behind them."""
-    if equal_parts(before.parts, now.parts) == MAX_PARTS:
-        return
+    """Adds what it missed, if it is more than the end of a prompt that is never cached."""
     equal = max(equal_by_parts(before, now), now.cached_tokens or 0)
     verdict = explain(before, now, equal)
     again = computed_again(verdict.cause, before, now, equal) or 0

@@ -15,10 +15,13 @@ import orjson
 
 from gateway.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
-Section = Literal["tools", "system", "messages", "prompt"]
+Section = Literal["tools", "system", "messages", "prompt", "rest"]
 
 MAX_PARTS: Final = 64
-"""That are kept of one request: its first ones, which is where caches end."""
+"""That are kept of one request: its first ones, which is where caches end. All behind them are one part, the `rest`."""
+
+MAX_PASTED_PARTS: Final = 1024
+"""The same of one that keeps its texts."""
 
 MAX_ROLE: Final = 64
 """Characters of a role, or of a tool's name."""
@@ -94,16 +97,23 @@ _FIRST: Final = (0, 1)
 
 
 def parts_of(prompt: Prompt, digests: Digests, *, texts: bool = False) -> list[Part]:
-    """The first MAX_PARTS. `texts`: they keep what they say."""
-    found = list[Part]()
+    """The first ones, and the rest. `texts`: they keep what they say."""
+    found, rest, rest_chars = list[Part](), list[str](), 0
+    most, first_message = MAX_PASTED_PARTS if texts else MAX_PARTS, None
     for section, role, message, text, marked in _pieces(prompt):
-        if len(found) == MAX_PARTS:
-            break
         digest = digests(text)
+        if len(found) == most:
+            first_message = message if not rest else first_message
+            rest.append(f"{digest}{role}")
+            rest_chars += len(text)
+            continue
         changes = section != "messages" or message in _FIRST
         shape = digests.shape(digest, text) if changes and isinstance(text, str) else digest
         kept = text if texts and isinstance(text, str) else None
         found.append(Part(section, role[:MAX_ROLE], message, len(text), digest, shape, marked, kept))
+    if rest:
+        digest = digests("\0".join(rest))
+        found.append(Part("rest", "", first_message, rest_chars, digest, digest))
     return found
 
 

@@ -106,7 +106,8 @@ class ResponseCache:
 
     def bypass(self, trace: Trace, reuse: Reuse, reason: str) -> None:
         """The cache has no part in a request. Raises NotCachedError where that is all it wants."""
-        self._note(trace, Lookup("bypass", reason))
+        unwanted = reuse.asked is False or not (reuse.read or reuse.write)
+        self._note(trace, Lookup("bypass", reason, unwanted=unwanted))
         if reuse.only_cached:
             raise _not_cached(reason)
 

@@ -103,6 +103,7 @@ class Lookup(NamedTuple):
     entry       id of the answer that was found, or would be kept; it tells nothing of the request
     age_s       of the answer that was found
     similarity  of the request that it was given to, where that was another
+    unwanted    a bypass that the client asked for
     """
 
     outcome: Outcome
@@ -110,6 +111,7 @@ class Lookup(NamedTuple):
     entry: str = ""
     age_s: float = 0.0
     similarity: float | None = None
+    unwanted: bool = False
 
     @property
     def found(self) -> bool:
@@ -135,14 +137,14 @@ class Repeat(NamedTuple):
 class Candidate(NamedTuple):
     """An engine that might have had a request, as the router saw it: the least score wins.
 
-    wait_s   until what is in front of the request is done
-    score_s  that, and its own prefill, weighted
+    wait_s   until what is in front of the request is done; that it had to wait, where there was no other engine
+    score_s  that, and its own prefill, weighted; None where there was no other engine
     """
 
     engine: str
     cached_tokens: int
     wait_s: float
-    score_s: float
+    score_s: float | None
     chosen: bool
 
 
@@ -153,6 +155,7 @@ class Trace:
     engine: str | None = None
     prompt: Prompt | None = None  # of its request, under `salt`: for what is told of it when it is over
     salt: str = ""
+    uncached: bool = False  # its client wants nothing to be reused, and nothing of it can be
     route: list[Candidate] = field(
         default_factory=list
     )  # engines that it might have had, the one that it got among them

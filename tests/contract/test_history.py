@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from gateway.admin.requests import COLUMNS as LATELY
+from gateway.admin.outcomes import COLUMNS as LATELY
 from gateway.errors import RedisDownError
 from gateway.ledger.base import COLUMNS, Figures, Row, add_up
 from gateway.ledger.books import Book, MemoryBook, RedisBook

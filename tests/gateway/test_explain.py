@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.explain.causes import ADVICE, Cause, View, equal_parts, explain
+from gateway.explain.causes import ADVICE, HOSTED_STEP, Cause, View, equal_parts, explain
 from gateway.explain.parts import MAX_PARTS, Digests, ends_of, parts_of, rows_of, shape_of
 from gateway.types import ChatPrompt, Marker, TextPrompt, Tool
 
@@ -84,6 +84,8 @@ def pair(cause: Cause, dice: random.Random) -> tuple[ChatPrompt, ChatPrompt, dic
         case "too_short":
             one = ChatPrompt([{"role": "user", "content": "hi"}])
             other, before, now = one, {"num_tokens": 9}, {"num_tokens": 9, "cached_tokens": 0}
+        case "bypass":
+            now = {"uncached": True, "cached_tokens": 0}
         case "other_model" | "other_tenant" | "other_scope":
             before = {cause.removeprefix("other_"): "another"}
         case "other_engine":
@@ -117,6 +119,33 @@ def test_what_cannot_be_known_is_unknown() -> None:
         assert explain(one, other, 0).cause == "unknown"
 
 
+@pytest.mark.parametrize(
+    ("behind", "cached", "cause"),
+    [
+        pytest.param("an edit", 100, "unknown", id="differs behind them"),
+        pytest.param("an edit", 790, "same", id="all was read"),
+        pytest.param("", 100, "evicted", id="equal to the end"),
+    ],
+)
+def test_what_is_behind_the_parts_that_are_kept_is_known_to_be_equal_or_unknown(
+    behind: str, cached: int, cause: Cause
+) -> None:
+    dice = random.Random(11)
+    one = prompt(dice, tools=0, turns=MAX_PARTS + 40)
+    other = with_message(one, MAX_PARTS + 9, behind) if behind else one
+    verdict = explain(view(one, False), view(other, False, cached_tokens=cached), 800)
+    assert (verdict.cause, f"first {MAX_PARTS} parts" in verdict.text) == (cause, cause == "unknown")
+
+
+def test_what_an_upstream_keeps_is_not_told() -> None:
+    one = prompt(random.Random(12))
+    seen = {"num_tokens": 5000, "engine": "up-1", "hosted": True, "block_size": HOSTED_STEP}
+    before = view(one, False, **seen)
+    for tokens, cached, cause in ((5000, 0, "unknown"), (5000, 4864, "same"), (900, 0, "too_short")):
+        now = view(one, False, **seen | {"num_tokens": tokens}, cached_tokens=cached)
+        assert explain(before, now, tokens).cause == cause
+
+
 def test_the_first_character_that_differs_is_told() -> None:
     one = prompt(random.Random(2), tools=0)
     text = one.messages[0]["content"]
@@ -135,7 +164,8 @@ def test_digests_of_other_gateways_secrets_say_nothing() -> None:
 def test_parts_are_bounded_and_tokens_are_shared_out() -> None:
     many = ChatPrompt([{"role": "user", "content": "word " * 10} for _ in range(500)])
     parts = parts_of(many, DIGESTS)
-    assert len(parts) == MAX_PARTS
+    assert [part.section for part in parts[MAX_PARTS - 1 :]] == ["messages", "rest"]
+    assert (len(parts), parts[-1].message, parts[-1].chars) == (MAX_PARTS + 1, MAX_PARTS, 50 * (500 - MAX_PARTS))
     rows = rows_of(parts, 1000, 333)
     assert ends_of(parts, 1000)[-1] == sum(row["tokens"] for row in rows) == 1000
     assert sum(row["cached_tokens"] for row in rows) == 333

@@ -80,6 +80,14 @@ def test_what_nobody_could_save_is_no_miss() -> None:
     assert find_misses([row("b", one), row("a", other)])["t"][0].requests == 1
 
 
+def test_what_wanted_nothing_of_a_cache_missed_nothing_and_left_nothing() -> None:
+    one, _, _, _ = pair("evicted", random.Random(9))
+    uncached = {"hit": "bypass", "uncached": True}
+    assert find_misses([row("b", one), row("a", one)])["t"][0].cause == "evicted"
+    for newer, older in ((uncached, {}), ({}, uncached)):
+        assert find_misses([row("b", one, **newer), row("a", one, **older)]) == {}
+
+
 def test_each_request_is_compared_with_a_few_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = Counter[View]()
 

@@ -11,8 +11,9 @@ import aiohttp
 import pytest
 
 from gateway.admin import overview
+from gateway.admin.outcomes import BUCKETS, FIRST_TOKEN, bucket, percentile
 from gateway.admin.overview import MAX_PAGES
-from gateway.admin.requests import BUCKETS, FIRST_TOKEN, MAX_ROWS, MOST, RequestLog, bucket, percentile
+from gateway.admin.requests import MAX_ROWS, MOST, RequestLog
 from gateway.admin.sources import EngineStatus
 from gateway.api.lines import LineRequest
 from gateway.api.openai.wire import OPENAI
@@ -108,6 +109,31 @@ async def test_a_request_has_a_life_without_its_text() -> None:
     assert (segment["part"], segment["tokens"], segment["cached_tokens"], told["route"]) == ("messages", 40, 16, [])
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"headers": {"x-kvasir-cache": "off"}},
+        {"headers": {"Cache-Control": "no-store, no-cache"}},
+        {"cache": {"use-cache": False}},
+        {"prompt_cache_options": {"mode": "explicit"}},
+    ],
+    ids=str,
+)
+async def test_what_its_client_kept_from_the_caches_is_no_miss(asked: dict[str, Any]) -> None:
+    headers = asked.pop("headers", {})
+    async with running(FakePipeline(cached_tokens=0, responses=response_cache())) as gateway:
+        for more, sent in ({}, {}), (asked, headers):
+            status, text, _ = await gateway.post(CHAT, ASK | {"temperature": 0.5} | more, headers=sent)
+            assert status == 200, text
+        rows = (await page(gateway, "/admin/requests"))["requests"]
+        assert [row["hit"] for row in rows] == ["bypass", "miss"]
+        assert len((await page(gateway, "/admin/requests?hit=bypass"))["requests"]) == 1
+        hits = (await page(gateway, "/admin/overview"))["totals"]["hits"]
+        assert {name: count for name, count in hits.items() if count} == {"bypass": 1, "miss": 1}
+        _, metrics, _ = await gateway.get("/metrics")
+        assert 'kvasir_first_token_seconds_count{hit="bypass",model="demo"} 1.0' in metrics
+
+
 async def test_requests_are_found_by_what_they_were() -> None:
     tenants = tuple(TenantSettings(name=name, keys=(f"{name}-key-1",)) for name in ("north", "south"))
     auth = AuthSettings(admin_keys=("admin-key-1",))
@@ -196,8 +222,10 @@ async def test_two_gateways_show_the_same_and_go_on_without_redis(own_redis: Red
         rows = [(await show(gateway, "/admin/requests"))["requests"] for gateway in (one, other)]
         assert rows[0] == rows[1]
         lives = [await show(one, f"/admin/requests/{row['row']}") for row in rows[0]]
-        assert sorted(len(life["route"]) for life in lives) == [0, 2, 2]
-        assert all(sum(way["chosen"] for way in life["route"]) <= 1 for life in lives)
+        assert sorted(len(life["route"]) for life in lives) == [1, 2, 2]
+        assert all(sum(way["chosen"] for way in life["route"]) == 1 for life in lives)
+        (only,) = next(life["route"] for life in lives if len(life["route"]) == 1)
+        assert (only["engine"] != "", only["cached_tokens"], only["score_ms"]) == (True, 0, None)
         own_redis.kill()
         await one.ask({"role": "user", "content": "is anybody there?"})
         away = await show(one, "/admin/overview")

@@ -8,7 +8,7 @@ export const title = "Overview";
 const SPANS = {hour: "Hour", day: "Day", month: "Month"};
 export const HITS = {
   exact: ["Exact", "--c-exact"], shared: ["Shared", "--c-shared"], semantic: ["Semantic", "--c-semantic"],
-  prefix: ["Prefix", "--c-prefix"], miss: ["Miss", "--c-miss"],
+  prefix: ["Prefix", "--c-prefix"], miss: ["Miss", "--c-miss"], bypass: ["Not to be cached", "--c-bypass"],
 };
 const SAVERS = {
   prefix: ["Prefix of an engine", "--c-prefix", "KV blocks that were not computed again"],
