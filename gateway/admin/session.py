@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
 from aiohttp import web
@@ -35,10 +35,11 @@ class Admins(Protocol):
 
 
 class SessionPages:
-    """`now` is in seconds since 1970."""
+    """`end` ends a session for all, given its id and the time when it would be over. `now` is in seconds since 1970."""
 
-    def __init__(self, admins: Admins, now: Callable[[], float]) -> None:
+    def __init__(self, admins: Admins, end: Callable[[str, int], Awaitable[None]], now: Callable[[], float]) -> None:
         self._admins = admins
+        self._end = end
         self._now = now
         self._tries = Tries(now)
 
@@ -57,7 +58,14 @@ class SessionPages:
                 key="none",
                 changes="session begun",
             ),
-            Route("DELETE", path, self.log_out, "Logs this browser out.", key="admin", changes="session ended"),
+            Route(
+                "DELETE",
+                path,
+                self.log_out,
+                "Ends this browser's session.",
+                key="admin",
+                changes="session ended",
+            ),
         ]
 
     async def show(self, http: web.Request) -> web.Response:
@@ -89,6 +97,9 @@ class SessionPages:
 
     async def log_out(self, http: web.Request) -> web.Response:
         """DELETE /admin/session"""
+        _, session = self._admins.admin_access(http)
+        if session is not None:
+            await self._end(session.id, session.ends_s)
         answer = _shown("none", None)
         answer.del_cookie(COOKIE, path="/admin", httponly=True, samesite="Strict")
         return answer

@@ -232,7 +232,7 @@ def build_app(
         OWN: [
             *admin.routes(),
             *dashboard.routes(),
-            *SessionPages(keys, now).routes(),
+            *SessionPages(keys, directory.end_session, now).routes(),
             *LedgerPage(sources.ledger, now).routes(),
             *overview.routes(),
             *RequestPages(log).routes(),

@@ -4,7 +4,8 @@
     token    HMAC(key, "csrf" cookie), which only a page of this server can read; sent back in CSRF_HEADER
 
 `key` is the SHA-256 of the admin key that logged in. So all workers, and all gateways with the same admin keys, take
-the cookie without sharing anything, and none takes it once the key is removed. Logging out makes the browser forget it.
+the cookie without sharing anything, and none takes it once the key is removed. Logging out makes the browser forget it,
+and issued/directory.py remember the nonce of what was ended until it would have been over.
 
 A browser sends cookies on its own, so a page of another site could make it send a request. Three things prevent that,
 each by itself: SameSite=Strict, the token, and what the browser says of the page's origin (`check_origin`).
@@ -36,8 +37,9 @@ _COOKIE: Final = re.compile(r"([0-9]{1,12})\.([0-9a-f]{32})\.([0-9a-f]{64})", re
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`key` is the digest of the admin key that it began with, `csrf` its token."""
+    """`id` is the nonce, `key` the digest of the admin key that it began with, `csrf` its token."""
 
+    id: str
     key: bytes
     csrf: str
     ends_s: int
@@ -47,7 +49,7 @@ def begin(key: bytes, now_s: float) -> tuple[str, Session]:
     """The cookie of a new session, in seconds since 1970."""
     ends_s, nonce = int(now_s) + LIFE_S, secrets.token_hex(16)
     cookie = f"{ends_s}.{nonce}.{_signed(key, 'session', ends_s, nonce)}"
-    return cookie, Session(key, _signed(key, "csrf", cookie), ends_s)
+    return cookie, Session(nonce, key, _signed(key, "csrf", cookie), ends_s)
 
 
 def find(cookie: str, keys: Iterable[bytes], now_s: float) -> Session | None:
@@ -62,7 +64,7 @@ def find(cookie: str, keys: Iterable[bytes], now_s: float) -> Session | None:
             found = key
     if found is None or not now_s < ends_s <= now_s + LIFE_S + 1:
         return None
-    return Session(found, _signed(found, f"csrf\n{cookie}"), ends_s)
+    return Session(nonce, found, _signed(found, f"csrf\n{cookie}"), ends_s)
 
 
 def check(http: web.Request, session: Session) -> None:

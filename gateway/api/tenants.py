@@ -55,7 +55,7 @@ class Auth:
         directory: Directory,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """`directory` has the keys that admins made. `now` is in seconds since 1970."""
+        """`directory` has the keys that admins made and the sessions they ended. `now` is in seconds since 1970."""
         self._now = now
         self._directory = directory
         self._anonymous = Tenant(ANONYMOUS)
@@ -116,7 +116,9 @@ class Auth:
         if not self._admins:
             return ("closed" if self._tenants else "open"), None
         session = sessions.find(http.cookies.get(sessions.COOKIE, ""), self._admins, self._now())
-        return ("none" if session is None else "active"), session
+        if session is None or self._directory.has_ended(session.id):
+            return "none", None
+        return "active", session
 
     def admin_of(self, key: str) -> bytes | None:
         """The digest of an admin key, in a time that does not depend on the key."""

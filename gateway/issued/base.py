@@ -1,5 +1,5 @@
-"""What admins have made: tenants beside those of the file, and keys. Values only; stores.py keeps them, directory.py
-has those that hold now. Of a key only its SHA-256 is known.
+"""What admins have made: tenants beside those of the file, and keys; and the sessions on /admin that they ended. Values
+only; stores.py keeps them, directory.py has those that hold now. Of a key only its SHA-256 is known.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ MAX_TENANTS: Final = 1_000
 
 MAX_KEYS: Final = 10_000
 """Of all tenants together; about 300 bytes each, in the memory of every worker."""
+
+MAX_ENDED: Final = 1_000
+"""Sessions that were ended early; of more, those are forgotten that would be over first."""
 
 _NO_KEYS: Final = {"keys": ("none" * 2,)}
 
@@ -53,6 +56,7 @@ class Issued:
     version: str = ""
     tenants: Mapping[str, MadeTenant] = field(default_factory=dict)
     keys: Mapping[str, IssuedKey] = field(default_factory=dict)  # by id
+    ended: Mapping[str, int] = field(default_factory=dict)  # id of a session, second at which it would be over
 
 
 def digest_of(key: str) -> str:

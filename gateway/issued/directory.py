@@ -1,7 +1,9 @@
-"""The tenants that there are now, those of the file and those that admins made, and the keys that admins made.
+"""The tenants that there are now, those of the file and those that admins made, the keys that admins made, and the
+sessions on /admin that they ended early.
 
 Every gateway and worker looks each second whether what is kept has changed; the one that changes it uses it at once.
-While Redis is away the last known go on working, and changes are refused. A tenant of the file wins over one that was
+While Redis is away the last known go on working, and changes are refused; a session
+that is ended then is over here at once, and elsewhere when Redis is back. A tenant of the file wins over one that was
 made with its name.
 """
 
@@ -11,12 +13,14 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from gateway import tasks
 from gateway.config import TenantSettings
 from gateway.errors import ConflictError, NotFoundError, RedisDownError, StorageError
 from gateway.issued.base import (
+    MAX_ENDED,
     MAX_KEYS,
     MAX_TENANTS,
     Issued,
@@ -53,6 +57,7 @@ class Directory:
         self._now = now
         self._issued = Issued()
         self._by_digest: dict[str, IssuedKey] = {}
+        self._ending: dict[str, int] = {}  # of `issued.ended`, what is not kept yet
         self._looking: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self.stale = False
@@ -184,11 +189,24 @@ class Directory:
         await self._change(changes)
         return found[0]
 
+    def has_ended(self, session: str) -> bool:
+        """Whether this session on /admin was ended."""
+        return session in self._issued.ended or session in self._ending
+
+    async def end_session(self, session: str, ends_s: int) -> None:
+        """From now on here, and for all others when they look, or once Redis is there again. `ends_s`: when it would be
+        over by itself, in seconds since 1970. Never raises."""
+        self._ending[session] = ends_s
+        self._ending = _latest(self._ending)
+        await self.refresh()
+
     async def refresh(self) -> bool:
         """Whether what is kept could be read; it holds from now on. Never raises."""
         try:
             async with self._turn:
                 self._use(await self._store.read(self._issued.version))
+            if self._ending:
+                await self._end()
         except (RedisDownError, StorageError) as error:
             if not self.stale:
                 log.warning("tenants and keys that were made at run time stay as they were last known: %s", error)
@@ -208,6 +226,19 @@ class Directory:
             await self.refresh()
             await asyncio.sleep(LOOK_S)
 
+    async def _end(self) -> None:
+        ending = dict(self._ending)
+
+        def changes(issued: Issued) -> Changes:
+            now_s, every = self._now(), {**issued.ended, **ending}
+            kept = _latest({one: ends_s for one, ends_s in every.items() if ends_s > now_s})
+            gone = {f"ended:{one}": b"" for one in issued.ended.keys() - kept.keys()}
+            return {**gone, **{f"ended:{one}": b"%d" % ends_s for one, ends_s in kept.items() if one in ending}}
+
+        with suppress(ConflictError):  # the next look tries again
+            await self._change(changes)
+            self._ending = {one: ends_s for one, ends_s in self._ending.items() if one not in ending}
+
     async def _change(self, changes_of: Callable[[Issued], Changes]) -> None:
         async with self._turn:
             for _ in range(TRIES):
@@ -219,8 +250,10 @@ class Directory:
         raise ConflictError("Others change tenants and keys at the same time. Try again.")
 
     def _use(self, issued: Issued | None) -> None:
-        if issued is not None:
-            self._issued = issued
+        if issued is None:
+            return
+        known, self._issued = self._issued, issued
+        if (known.tenants, known.keys) != (issued.tenants, issued.keys):
             self._by_digest = {key.digest: key for key in issued.keys.values()}
             self.on_change()
 
@@ -242,3 +275,8 @@ class Directory:
 
     def _has_expired(self, key: IssuedKey) -> bool:
         return key.expires_s is not None and self._now() >= key.expires_s
+
+
+def _latest(sessions: Mapping[str, int]) -> dict[str, int]:
+    """Those that would be over last."""
+    return dict(sorted(sessions.items(), key=lambda one: one[1])[-MAX_ENDED:])

@@ -1,7 +1,8 @@
 """Where tenants and keys that admins made are kept: in Redis, for all gateways, or without one in data_dir, for the
 workers of one.
 
-    kvasir:issued   hash without a time to live: version, tenant:NAME and key:ID -> JSON of base.py
+    kvasir:issued   hash without a time to live: version, tenant:NAME and key:ID -> JSON of base.py, ended:SESSION ->
+                    the Unix second at which it would be over
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def issued_of(fields: Mapping[str, bytes]) -> Issued:
     """What can be read of it."""
     tenants: dict[str, MadeTenant] = {}
     keys: dict[str, IssuedKey] = {}
+    ended: dict[str, int] = {}
     for name, value in fields.items():
         if name.startswith("tenant:"):
             tenant = read_or_skip(_STORE, partial(read_tenant, value))
@@ -139,4 +141,8 @@ def issued_of(fields: Mapping[str, bytes]) -> Issued:
             key = read_or_skip(_STORE, partial(read_key, value))
             if key is not None:
                 keys[key.id] = key
-    return Issued(_text(fields), tenants, keys)
+        elif name.startswith("ended:"):
+            ends_s = read_or_skip(_STORE, partial(int, value))
+            if ends_s is not None:
+                ended[name.removeprefix("ended:")] = ends_s
+    return Issued(_text(fields), tenants, keys, ended)

@@ -18,6 +18,7 @@ from gateway.issued.stores import FILE, KEY, FileIssued, IssuedStore, RedisIssue
 from gateway.storage.redis_calls import RedisCalls
 from tests.fakes.clock import Clock
 from tests.fakes.redis_process import RedisProcess
+from tests.fakes.waiting import until
 
 NORTH = TenantSettings(name="north", keys=("north-key-1",))
 
@@ -117,6 +118,48 @@ async def test_the_file_of_settings_wins(store: IssuedStore, clock: Clock) -> No
     assert here.find(digest_of(secret)) is None, "an open server has no keys"
     with pytest.raises(ConflictError):
         await here.make_tenant({"name": "east"}, ())
+
+
+async def test_a_session_that_one_ends_is_over_for_all_until_it_would_have_been(
+    store: IssuedStore, clock: Clock
+) -> None:
+    here, there = directory(store, clock), directory(store, clock)
+    changes: list[str] = []
+    there.on_change = lambda: changes.append("tenants or keys")
+    await asyncio.gather(here.end_session("a", 1_700_000_100), there.end_session("b", 1_700_000_200))
+    for one in (here, there, directory(store, clock)):
+        assert await one.refresh()
+        assert [one.has_ended(session) for session in "abc"] == [True, True, False]
+    assert changes == []
+    clock.now_s += 150
+    await there.end_session("c", 1_700_000_300)
+    assert await here.refresh()
+    assert sorted(here.issued.ended) == ["b", "c"], "what would be over by itself is kept no longer"
+
+
+async def test_of_many_ended_sessions_those_are_kept_that_would_be_over_last(
+    store: IssuedStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directories, "MAX_ENDED", 2)
+    here = directory(store, clock)
+    for number in (3, 1, 2):
+        await here.end_session(str(number), 1_700_000_100 + number)
+    assert sorted(here.issued.ended) == ["2", "3"]
+
+
+async def test_a_session_that_is_ended_without_redis_is_over_here_and_elsewhere_once_it_is_back(
+    tmp_path: Path, clock: Clock
+) -> None:
+    with RedisProcess(tmp_path) as process:
+        async with Redis(unix_socket_path=str(process.socket)) as client:
+            here, there = (directory(RedisIssued(RedisCalls(client, 5.0)), clock) for _ in range(2))
+            process.kill()
+            await here.end_session("a", 1_700_000_100)
+            assert (here.has_ended("a"), there.has_ended("a")) == (True, False)
+            process.start()
+            await until(here.refresh)
+            assert await there.refresh()
+            assert there.has_ended("a")
 
 
 async def test_without_redis_the_last_known_goes_on_and_nothing_changes(tmp_path: Path, clock: Clock) -> None:

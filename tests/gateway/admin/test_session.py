@@ -197,6 +197,32 @@ async def test_a_key_in_a_header_goes_before_a_cookie() -> None:
         assert await browser.post({"Authorization": "Bearer admin-key-2"}) == 200
 
 
+async def log_out(browser: Browser) -> int:
+    url = f"{browser.gateway.url}/admin/session"
+    headers = {"Cookie": f"{COOKIE}={browser.cookie}", CSRF_HEADER: browser.csrf}
+    async with browser.gateway.session.delete(url, headers=headers) as answer:
+        return answer.status
+
+
+async def test_who_has_the_cookie_of_a_session_that_was_logged_out_can_do_nothing_with_it_on_any_gateway() -> None:
+    store = MemoryIssued()
+    here, there = (Directory(store, TENANTS, lambda: START_S) for _ in range(2))
+    async with (
+        logged_in(directory=here, now=lambda: START_S) as browser,
+        running(auth=KEYS, tenants=TENANTS, directory=there, now=lambda: START_S) as other,
+    ):
+        stolen, own = Browser(other), Browser(browser.gateway)
+        stolen.cookie, stolen.csrf = browser.cookie, browser.csrf
+        await own.log_in()
+        assert (await stolen.get())[0] == 200
+        assert await log_out(browser) == 200
+        assert (await browser.get())[0] == 401
+        await there.refresh()  # which a gateway does each second
+        assert [(await stolen.get())[0], await stolen.post({CSRF_HEADER: stolen.csrf})] == [401, 401]
+        assert (await stolen.get("/admin/session"))[1]["state"] == "none"
+        assert (await own.get())[0] == 200, "another session of the same key goes on"
+
+
 async def test_logging_out_makes_the_browser_forget_the_cookie() -> None:
     async with logged_in() as browser:
         url, headers = f"{browser.gateway.url}/admin/session", {"Cookie": f"{COOKIE}={browser.cookie}"}
