@@ -9,7 +9,6 @@ engine/compute/runner.py is the model.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Step, StepGivenUp
 from engine.tiers.copying import CopyThread
 from engine.tiers.tier import PurgeReport
+from engine.utilisation import Rate, Utilisation
 
 if TYPE_CHECKING:
     from engine.compute.runner import ModelRunner
@@ -38,9 +38,6 @@ IDLE_CHECK_S = 1.0
 MAX_GIVEN_UP = 4
 """Steps of the batch lane in a row that are given up for the online lane; the next one runs to its end."""
 
-RATE_MEMORY_S = 30.0
-"""Seconds of computing after which a measurement counts a third."""
-
 STOPPED = "the engine was stopped"
 
 NO_OWNER = ""
@@ -52,6 +49,7 @@ class EngineLoop:
 
     on_blocks   what became findable or ceased to be; called before the frames of the same step
     on_frames   owner -> what a step did for its sequences; also called with NO_OWNER when only the load changed
+    utilisation of the machine, where that is counted
     max_pending submits that are posted and not yet taken; more are refused, like those beyond max_waiting
 
     Both callbacks run on the loop's thread, at most once per step (on_blocks once for each tier), and must not block.
@@ -65,6 +63,7 @@ class EngineLoop:
         *,
         on_frames: Callable[[dict[str, StepFrame]], None],
         on_blocks: Callable[[BlockEvents], None],
+        utilisation: Utilisation | None = None,
         max_pending: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         idle_check_s: float = IDLE_CHECK_S,
@@ -82,6 +81,7 @@ class EngineLoop:
 
         self._prefill_rate = Rate()
         self._decode_rate = Rate()
+        self._utilisation = utilisation
         self._load = self._measure()
         self._given_up = 0  # steps in a row, of those that could be
         self._failed_steps = 0
@@ -170,6 +170,7 @@ class EngineLoop:
             "leases": self._scheduler.leases.stats(),
             "load": asdict(self._load),
             "tiers": self._tiers.stats(),
+            **({} if self._utilisation is None else {"utilisation": self._utilisation.stats()}),
         }
 
     # -- the loop's own thread ----------------------------------------------------------------------------------------
@@ -277,6 +278,8 @@ class EngineLoop:
         prefilled, decoded = counters.prefilled_tokens, counters.decoded_tokens
         self._scheduler.commit(step, results, now_s)
         self._busy_s += now_s - began_s
+        if self._utilisation is not None:
+            self._utilisation.add(step, now_s - began_s)
         if prefilled := counters.prefilled_tokens - prefilled:
             self._prefill_rate.add(prefilled, now_s - began_s)
         if decoded := counters.decoded_tokens - decoded:
@@ -313,21 +316,3 @@ class EngineLoop:
         self._invariant_violations += len(wrong)
         for line in wrong[:10]:
             log.error("an idle engine is inconsistent: %s", line)
-
-
-class Rate:
-    """Tokens per second as a moving average; long steps weigh more than short ones."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        keep = math.exp(-seconds / RATE_MEMORY_S)
-        self._tokens = self._tokens * keep + tokens
-        self._seconds = self._seconds * keep + seconds
-
-    @property
-    def per_s(self) -> float:
-        """0 before anything was measured."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0

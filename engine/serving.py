@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from engine.compute.model import LoadedModel
     from engine.compute.runner import ModelRunner
     from engine.loop import EngineLoop
+    from engine.utilisation import Utilisation
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +60,9 @@ async def serve(settings: EngineSettings, redis_url: str | None, ready: Callable
     hello = make_hello(settings, model, runner.num_blocks)
 
     # 2. Its loop, and the server around it.
-    server = EngineServer(
-        hello, model.tokenizer, settings, partial(make_loop, settings, hello, model.tokenizer, runner)
-    )
+    utilisation = await asyncio.to_thread(runner.measure)
+    make = partial(make_loop, settings, hello, model.tokenizer, runner, utilisation=utilisation)
+    server = EngineServer(hello, model.tokenizer, settings, make)
     loop = server.loop
     stop = _stop_at_signals()
     web_runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S)
@@ -221,6 +222,7 @@ def make_loop(
     runner: ModelRunner,
     on_frames: OnFrames,
     on_blocks: OnBlocks,
+    utilisation: Utilisation | None = None,
 ) -> EngineLoop:
     """The loop, not started, with everything that it owns: pool, tiers, scheduler, grammars.
 
@@ -253,4 +255,11 @@ def make_loop(
         tiers=build_tiers(settings, hello.namespace, pool, runner.cache),
         grammars=grammars,
     )
-    return EngineLoop(scheduler, runner, on_frames=on_frames, on_blocks=on_blocks, max_pending=settings.max_waiting)
+    return EngineLoop(
+        scheduler,
+        runner,
+        on_frames=on_frames,
+        on_blocks=on_blocks,
+        utilisation=utilisation,
+        max_pending=settings.max_waiting,
+    )

@@ -25,9 +25,11 @@ from engine.compute.kv_cache import CacheShape
 from engine.compute.linear import has_onednn, is_quick, pack
 from engine.compute.machine import collapse
 from engine.compute.model_files import DEMO, ModelError, find_folder, fingerprint_weights, read_tokenizer
+from engine.compute.peaks import find_cost
 from engine.compute.probe import compare, observe
 from engine.config import EngineSettings
 from engine.protocol import HashName, Namespace, TokenizerFiles
+from engine.utilisation import Cost
 
 __all__ = ["Forward", "LoadedModel", "ModelError", "load_model"]
 
@@ -55,6 +57,7 @@ class LoadedModel:
     vocab_size: int
     eos_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
+    cost: Cost | None = None  # of its steps; None: not known
     is_fused: bool = False  # by engine/compute/fused.py; else transformers' own forward with packed linear layers
     warnings: tuple[str, ...] = field(default=())  # what the start-up lines should say
 
@@ -100,7 +103,7 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
 
     # 2. Load the weights and prove the attention.
     module = _load_module(folder, settings.model, dtype, device)
-    shape, forward, is_fused = prepare(module, settings.model, context_tokens, fast=fast)
+    shape, forward, is_fused, cost = prepare(module, settings.model, context_tokens, fast=fast)
     if device.type == "cpu":
         collapse()
 
@@ -115,16 +118,19 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
         vocab_size=config.get_text_config().vocab_size,
         eos_ids=_eos_ids(module, config, tokenizer_eos),
         tokenizer=tokenizer,
+        cost=cost,
         is_fused=is_fused,
         warnings=tuple(warnings),
     )
 
 
-def prepare(module: Any, name: str, context_tokens: int, *, fast: bool = True) -> tuple[CacheShape, Forward, bool]:
+def prepare(
+    module: Any, name: str, context_tokens: int, *, fast: bool = True
+) -> tuple[CacheShape, Forward, bool, Cost | None]:
     """Plugs our attention into a loaded transformers model, and makes it quick when it can be proved equal.
 
     Takes the module over: its linear layers may be replaced and their weights freed.
-    Returns the cache's shape, the forward, and whether it is the fused one.
+    Returns the cache's shape, the forward, whether it is the fused one, and what its steps cost, if that is known.
     """
     module.eval().requires_grad_(False)
     title = f"model {name!r} ({type(module).__name__})"
@@ -137,8 +143,9 @@ def prepare(module: Any, name: str, context_tokens: int, *, fast: bool = True) -
             raise ModelError(f"{title} cannot be served: {error}") from None
         except _MODEL_FAILURES as error:
             raise ModelError(f"{title} cannot be run: {type(error).__name__}: {error}") from error
+        cost = find_cost(module, shape, windows)
         if not fast:
-            return shape, forward, False
+            return shape, forward, False, cost
         fused = fuse(module, context_tokens, windows)
         if fused is None:
             pack(module)
@@ -148,7 +155,7 @@ def prepare(module: Any, name: str, context_tokens: int, *, fast: bool = True) -
             compare(forward, shape, module, expected)
         except (UnsupportedAttentionError, *_MODEL_FAILURES) as error:
             raise ModelError(f"{title}: its quick form is wrong: {error}") from error
-    return shape, forward, fused is not None
+    return shape, forward, fused is not None, cost
 
 
 def _name(settings: EngineSettings, folder: Path) -> str:

@@ -18,11 +18,13 @@ from engine.compute.flash_plan import MaskTemplates
 from engine.compute.kv_cache import KVCache, count_blocks
 from engine.compute.machine import choose_threads, usable_cores
 from engine.compute.model import LoadedModel
+from engine.compute.peaks import measure_peak
 from engine.config import ConfigError, EngineSettings
 from engine.protocol import Sampling
 from engine.sampling.grammar_worker import StepMasks
 from engine.sampling.sampler import Sampler, highest, note_prompt_logprobs
 from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step, Work
+from engine.utilisation import Utilisation
 
 LEAST_ROWS = 2  # oneDNN's fp32 kernel for a single row rounds otherwise than the one for two and more
 
@@ -73,6 +75,14 @@ class ModelRunner:
         except Exception:
             _wait_for(self.model.device)
             raise
+
+    def measure(self) -> Utilisation | None:
+        """What counts how much of this machine its steps use; None where it is not known what they cost. The machine is
+        measured now, which takes half a second."""
+        model = self.model
+        if model.cost is None:
+            return None
+        return Utilisation(model.cost, measure_peak(model.device, model.dtype, self._threads))
 
     def find_not_finite(self, blocks: list[int]) -> list[int]:
         """Those of the blocks in which a key or value is not finite. Reads them as one step that attends to them."""

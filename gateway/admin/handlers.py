@@ -223,6 +223,7 @@ def _engine(engine: EngineStatus, in_flight: int) -> dict[str, Any]:
         "batch": {"waiting": load.batch_waiting, "running": load.batch_running, "backlog": load.batch_backlog},
         "prefill_tokens_per_s": round(load.prefill_tokens_per_s, 1),
         "decode_tokens_per_s": round(load.decode_tokens_per_s, 1),
+        "utilisation": stats.get("utilisation"),
         "evictions": stats.get("evictions"),
         "sharing": {key: stats.get(key) for key in _SHARING},
         "receipts": engine.receipts,

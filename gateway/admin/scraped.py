@@ -88,6 +88,14 @@ forks_total | forks | Answers that forked from another answer to the same prompt
 steps_given_up_total | steps_given_up | Batch steps abandoned for online requests.
 preemptions_total | preemptions | Preempted sequences, which are computed again.
 copied_blocks_total | copied_blocks | Shared blocks copied when one of their answers wrote into them.
+busy_seconds_total | busy_s | Seconds in which an engine computed steps.
+[engines/{engine,model}/stats/utilisation/] engine_
+flops_total | flops | Floating-point operations that the model took.
+read_bytes_total | read_bytes | Bytes of weights, keys and values that steps had to read.
+peak_flops_per_second | peak_flops_per_s | Floating-point operations per second that its machine did at the start.
+peak_bytes_per_second | peak_bytes_per_s | Bytes per second that its machine read at the start.
+mfu_ratio | mfu | Model FLOPs utilisation while it computes, moving average: operations per second over the peak.
+mbu_ratio | mbu | Model bandwidth utilisation while it computes, moving average: bytes per second over the peak.
 [engines/{engine,model}/stats/leases/] engine_
 leases_granted_total | granted | New leases, those that degraded at once among them.
 leases_renewed_total | renewed | Uses of a lease by a later request.

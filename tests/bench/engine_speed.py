@@ -55,7 +55,7 @@ def make_model(dtype: torch.dtype) -> Any:
 
 
 def make_runner(dtype: torch.dtype, threads: int) -> ModelRunner:
-    shape, forward, is_fused = prepare(make_model(dtype), "bench", CONTEXT)
+    shape, forward, is_fused, _ = prepare(make_model(dtype), "bench", CONTEXT)
     files = TokenizerFiles("", None, {}, add_bos=False)
     cpu = torch.device("cpu")
     model = LoadedModel("bench", forward, cpu, dtype, shape, "", CONTEXT, 32_000, (), files, is_fused)

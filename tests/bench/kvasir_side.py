@@ -33,7 +33,7 @@ class Side:
     def __init__(self, folder: Path, context: int) -> None:
         settings = EngineSettings(dtype="bfloat16", threads=1, kv_cache_bytes=2 << 30)
         module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
-        shape, forward, is_fused = prepare(module, "bench", context)
+        shape, forward, is_fused, _ = prepare(module, "bench", context)
         collapse()  # as engine.model.load_model does
         files = TokenizerFiles("", None, {}, add_bos=False)
         cpu, vocab = torch.device("cpu"), module.config.vocab_size

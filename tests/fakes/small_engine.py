@@ -33,6 +33,7 @@ from engine.protocol import (
 from engine.scheduler import Scheduler
 from engine.sequence import Step
 from engine.server import EngineServer, OnBlocks, OnFrames
+from engine.utilisation import Utilisation
 from tests.fakes.fake_engine import TOKENIZER, make_hello
 from tests.fakes.oracle_runner import OracleRunner
 from tests.fakes.tuned import tuned
@@ -129,6 +130,7 @@ async def small_engine(
     listen: str = "127.0.0.1:0",
     num_blocks: int = 200,
     wrap: Callable[[EngineLoop], EngineLoop] | None = None,
+    utilisation: Utilisation | None = None,
     **changes: Any,
 ) -> AsyncIterator[SmallEngine]:
     """Runs one until the block is left. `changes` are those of EngineSettings."""
@@ -140,7 +142,8 @@ async def small_engine(
 
     def make_loop(on_frames: OnFrames, on_blocks: OnBlocks) -> EngineLoop:
         scheduler = Scheduler(pool, hello.namespace, settings, context_tokens=2048, vocab_size=VOCAB, eos_ids=())
-        loops.append(EngineLoop(scheduler, runner, on_frames=on_frames, on_blocks=on_blocks, idle_check_s=0.01))
+        told = {"on_frames": on_frames, "on_blocks": on_blocks}
+        loops.append(EngineLoop(scheduler, runner, **told, utilisation=utilisation, idle_check_s=0.01))
         return wrap(loops[0]) if wrap else loops[0]
 
     server = EngineServer(hello, TOKENIZER, settings, make_loop)

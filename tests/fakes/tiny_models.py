@@ -119,7 +119,7 @@ def make_family(family: str, settings: dict[str, Any], dtype: torch.dtype = torc
 def make_loaded(module: Any, *, fast: bool = True, context: int = CONTEXT) -> LoadedModel:
     """Takes the module over: do not use it afterwards."""
     dtype = module.dtype
-    shape, forward, is_fused = prepare(module, "tiny", context, fast=fast)
+    shape, forward, is_fused, _ = prepare(module, "tiny", context, fast=fast)
     return LoadedModel(
         name="tiny",
         forward=forward,

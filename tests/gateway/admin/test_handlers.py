@@ -78,6 +78,7 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
             "copied_blocks": 3,
             "leases": {"kept": 1},
             "tiers": {"disk": {}},
+            "utilisation": {"mfu": 0.4},
         }
         gateway.state["engines"] = [
             EngineStatus(
@@ -109,6 +110,7 @@ async def test_stats_tell_what_was_reused_and_who_is_busy() -> None:
         "batch": {"waiting": 0, "running": 0, "backlog": 0},
         "prefill_tokens_per_s": 1234.6,
         "decode_tokens_per_s": 0.0,
+        "utilisation": {"mfu": 0.4},
         "evictions": 4,
         "sharing": {"prefilled_tokens": 9, "shared_tokens": 5, "shared_waits": 6, "forks": 7},
         "receipts": {"exact": 3, "receipts": 4},

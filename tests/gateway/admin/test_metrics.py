@@ -229,6 +229,15 @@ STATS = {
     "shared_waits": 2,
     "forks": 14,
     "copied_blocks": 13,
+    "busy_s": 2.5,
+    "utilisation": {
+        "flops": 1e12,
+        "read_bytes": 2e9,
+        "peak_flops_per_s": 1e12,
+        "peak_bytes_per_s": 1e10,
+        "mfu": 0.4,
+        "mbu": 0.08,
+    },
     "leases": {
         "kept": 3,
         "degraded_now": 1,
@@ -266,6 +275,13 @@ async def test_an_engines_own_counters_are_shown() -> None:
         f"shared_waits_total{{{labels}}}": 2,
         f"forks_total{{{labels}}}": 14,
         f"copied_blocks_total{{{labels}}}": 13,
+        f"busy_seconds_total{{{labels}}}": 2.5,
+        f"flops_total{{{labels}}}": 1e12,
+        f"read_bytes_total{{{labels}}}": 2e9,
+        f"peak_flops_per_second{{{labels}}}": 1e12,
+        f"peak_bytes_per_second{{{labels}}}": 1e10,
+        f"mfu_ratio{{{labels}}}": 0.4,
+        f"mbu_ratio{{{labels}}}": 0.08,
         f"leases{{{labels},state=kept}}": 3,
         f"leases{{{labels},state=degraded}}": 1,
         f"leases_granted_total{{{labels}}}": 9,
@@ -339,6 +355,7 @@ async def test_the_batch_lane_tells_what_became_of_its_lines() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool")
 async def test_names_follow_the_conventions_of_prometheus() -> None:
     async with running(FakePipeline()) as gateway:
+        gateway.state["engines"] = [engine(STATS)]
         await gateway.post("/v1/chat/completions", ASK)
         _, text, _ = await gateway.get("/metrics")
     check = partial(subprocess.run, ["promtool", "check", "metrics"], input=text.encode(), capture_output=True)

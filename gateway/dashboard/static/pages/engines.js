@@ -71,6 +71,7 @@ export function render(root, {api, format, every, say}) {
         pair("Waiting", `${format.count(engine.waiting)}, ${format.count(engine.batch.waiting)} of them batch`),
         pair("Prefill backlog", `${format.tokens(engine.prefill_backlog)} tokens`),
         pair("Speed", `${format.tokens(Math.round(engine.prefill_tokens_per_s))} prompt tokens/s, ${format.tokens(Math.round(engine.decode_tokens_per_s))} written tokens/s`),
+        engine.utilisation && pair("Use of the machine", `${format.percent(engine.utilisation.mfu)} of its FLOPs (MFU), ${format.percent(engine.utilisation.mbu)} of its memory bandwidth (MBU), while it computes`),
         pair("Evictions", engine.evictions === null ? "not told" : `${format.count(engine.evictions)} blocks`),
         pair("Predicted hits", receiptText(receipts, format)),
         ...Object.entries(engine.tiers ?? {}).map(([name, tier]) => pair(tierName(name), tierText(name, tier, engine, format)))));
