@@ -17,7 +17,7 @@ fi
 wanted="playwright==1.65.2 greenlet==3.5.6 pyee==13.0.1"
 stamp=$root/.venv/.installed-playwright
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    prepare engine,fleet,semantic,test
+    prepare engine,fleet,otel,semantic,test
     # shellcheck disable=SC2086  # one word for each package
     if timeout 300 "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
         --only-binary :all: $wanted >&2; then

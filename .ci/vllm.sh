@@ -4,7 +4,7 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 [ ! -f "$HOME/.cache/kvasir/vllm/kvasir-complete" ] || exit 0
 . "$root/deploy/environment"
-prepare engine,fleet,semantic,test
+prepare engine,fleet,otel,semantic,test
 mkdir -p "$HOME/.cache/kvasir"
 cd "$root"
 timeout 900 .venv/bin/python -m tests.bench.vllm_setup >&2 ||

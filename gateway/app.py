@@ -24,14 +24,15 @@ from gateway.admin.audit import AuditLog
 from gateway.admin.nightly import DAYS
 from gateway.admin.outcomes import COLUMNS as LATELY
 from gateway.admin.requests import MOST
-from gateway.admin.sources import EngineState, EngineStatus, Sources, Total, no_others
+from gateway.admin.sources import EngineState, EngineStatus, Sources, Total, no_others, no_traces
+from gateway.admin.spans import Spans
 from gateway.api.descriptors import REFUSED
 from gateway.api.gemini import content_store
 from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.routes import REPLAYS, USE, WARMING, build_app
 from gateway.api.warming import Warming
-from gateway.config import Reloaded, ReplicaSettings, Settings, StoredResponseSettings
+from gateway.config import OtelSettings, Reloaded, ReplicaSettings, Settings, StoredResponseSettings
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.registry import Client, EngineFigures, Registry
 from gateway.errors import BadRequestError
@@ -84,6 +85,7 @@ from gateway.upstreams.translation.stage import Translation
 from gateway.version import installed_version
 
 if TYPE_CHECKING:
+    from gateway.admin.otel import Exporter
     from gateway.replicas.joining import Server
 
 log = logging.getLogger(__name__)
@@ -163,6 +165,7 @@ class Gateway:
         self.warmer = Warmer(
             self.hot_prefixes, lambda: self.fleet.replicas, lambda: self.queue.waiting, self.memory.prefix
         )
+        self.exporter = _exporter(settings.otel)
         self.audit = AuditLog(settings.server.data_dir / "audit.jsonl", time.time)
         self.responses = ResponseStore(self._bytes("responses", settings.stored_responses))
         prices = self.prices = Prices(settings.prices, settings.batches.price, self._hosts())
@@ -224,6 +227,7 @@ class Gateway:
 
     def web_app(self) -> web.Application:
         """Raises ConfigError for prompts of [[warm]] that cannot be used."""
+        exporter = self.exporter
         app = build_app(
             self.settings,
             pipeline=self.pipeline,
@@ -268,11 +272,13 @@ class Gateway:
                 draining=lambda: self.draining,
                 version=installed_version(),
                 total=self.total,
+                traces=no_traces if exporter is None else exporter.figures,
                 warming=lambda: self.warming.figures() if self.warming else {},
                 cold=lambda: self.warming.not_ready() if self.warming else None,
             ),
             claims=None if (calls := self._calls()) is None else RedisClaims(calls, "warm"),
             audited=self._audited,
+            spans=None if exporter is None else Spans(self.settings.otel.sample, exporter.add),
         )
         self.warming, self._use = app[WARMING], app[USE]
         return app
@@ -413,6 +419,17 @@ class Gateway:
             _status(engine, self.figures.of(engine.url), self.receipts.of(engine.name), replicas.get(engine.url, {}))
             for engine in self.registry.engines
         ]
+
+
+def _exporter(settings: OtelSettings) -> Exporter | None:
+    """Of spans. Raises ConfigError without the extra."""
+    if not settings.endpoint:
+        return None
+    try:
+        from gateway.admin.otel import Exporter
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"[otel] needs {error.name}: install the extra `otel`") from None
+    return Exporter(settings.endpoint, installed_version())
 
 
 def _semantic_cache(settings: Settings, questions: RedisQuestions | None, embedder: Embedder) -> SemanticCache | None:

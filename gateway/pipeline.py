@@ -112,7 +112,9 @@ class Pipeline:
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Steps 2 to 6."""
         # 2. Render and tokenise. All engines of a model share tokeniser and context.
+        request.trace.looked_up_ms = (time.monotonic() - request.received_s) * 1e3
         prompt, model, is_rendered = await self._encode(request)
+        request.trace.encoded_ms = (time.monotonic() - request.received_s) * 1e3
         sampling = _fit(request, prompt, model)
         if request.tool_use is not None:
             request = replace(request, constraint=self._prompts.constraint(request, model))

@@ -169,6 +169,8 @@ async def _use(gateway: Gateway, environ: Mapping[str, str], settings: Settings)
 
 def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
     """Closes the stages with the stack, last first."""
+    if gateway.exporter is not None:
+        stack.push_async_callback(gateway.exporter.close)
     stack.callback(gateway.prompts.close)
     stack.callback(gateway.embedder.close)
     stages = (
@@ -190,6 +192,8 @@ def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
 
 def _start(gateway: Gateway) -> None:
     """Starts the background tasks of the stages."""
+    if gateway.exporter is not None:
+        gateway.exporter.start()
     if gateway.semantic_cache is not None:
         gateway.semantic_cache.start()
     stages = (gateway.files, gateway.upstreams, gateway.history, gateway.ledger, gateway.limits, gateway.index)

@@ -41,7 +41,7 @@ FOUNDATION = {
     *("gateway.storage.redis_calls", "gateway.storage.breaker", "gateway.storage.claims"),
     *("gateway.storage.byte_store", "gateway.storage.memory_bytes", "gateway.storage.redis_bytes"),
     "gateway.storage.ring",
-    *("gateway.config", "gateway.digests", "gateway.gate", "gateway.logs", "gateway.native"),
+    *("gateway.config", "gateway.digests", "gateway.gate", "gateway.logs", "gateway.native", "gateway.propagation"),
     "engine.protocol.frozen",
     *("engine.redis_url", "engine.redis_client"),
 }
@@ -134,6 +134,11 @@ def test_no_torch_below_the_gateway(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_only_the_event_streams_need_the_extra_fleet(path: Path) -> None:
     assert foreign(path) & {"msgspec", "zmq"} <= WITH_EVENTS.get(module_name(path), set())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_only_the_exporter_needs_the_extra_otel(path: Path) -> None:
+    assert "opentelemetry" not in foreign(path) or module_name(path) == "gateway.admin.otel"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "engine/protocol").glob("*.py")), ids=module_name)

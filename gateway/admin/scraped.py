@@ -184,6 +184,7 @@ redis_unreadable_total | redis/unreadable/{store} | Skipped entries in Redis tha
 workers | workers/running | Processes of this gateway that answer requests, where it has several.
 worker_restarts_total | workers/restarts | Times that a process of this gateway ended and was started again.
 log_lost_lines_total | lost_lines | Log lines dropped because the log is read too slowly or cannot be written.
+traced_requests_total | traces/{outcome} | Traced requests: exported, failed at the collector, dropped.
 """
 """[beginning of the paths] beginning of the names; then name | path | help of each metric. A name that ends with _total
 is a counter. `{label}` in a path stands for all keys there, which are the values of the label."""
@@ -258,6 +259,7 @@ def _figures(sources: Sources) -> dict[str, Any]:
             "unreadable": redis.get("unreadable", {}),
         },
         "lost_lines": sources.lost_lines(),
+        "traces": sources.traces(),
         "workers": sources.workers(),
     }
 

@@ -71,6 +71,11 @@ async def no_others(own: dict[str, Any]) -> None:
     """A Total of a process that is a whole gateway."""
 
 
+def no_traces() -> Mapping[str, int]:
+    """Of a process that makes none."""
+    return dict.fromkeys(("exported", "failed", "dropped"), 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
     """Each is asked anew for every scrape.
@@ -93,6 +98,7 @@ class Sources:
     draining    whether the server is ending and wants no new requests
     workers     how many processes of this gateway run, and were started again; empty without any but this
     aliases     policy, and what is known of each target, by alias
+    traces      sampled requests since the start, by what became of their spans
     total       the snapshot (admin/sums.py) of all workers together, given that of this process; None without others.
                 Raises OverloadedError when it is not to be had
     """
@@ -118,6 +124,7 @@ class Sources:
     warming: Callable[[], Mapping[str, Any]] = dict
     cold: Callable[[], str | None] = lambda: None
     aliases: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+    traces: Callable[[], Mapping[str, int]] = no_traces
     total: Total = no_others
 
     def all_joined(self) -> bool:

@@ -67,7 +67,7 @@ queues/*/admitted queues/*/refused queues/*/expired queues/*/abandoned
 aliases/*/targets/*/requests
 upstreams/*/requests upstreams/*/unmetered upstreams/*/hints upstreams/*/errors
 upstreams/*/cached_contents
-responses malformed lost_lines limits/tenants/*/refused redis/outages redis/unreadable
+responses malformed lost_lines traces limits/tenants/*/refused redis/outages redis/unreadable
 ledger/totals ledger/dropped ledger/capped
 response_cache/outcomes response_cache/bypassed response_cache/events
 response_cache/semantic/outcomes response_cache/semantic/events
@@ -101,6 +101,7 @@ def snapshot(sources: Sources, metrics: Metrics, uptime_s: float) -> Snapshot:
         "response_cache": dict(sources.response_cache()),
         "batches": dict(sources.batches()),
         "lost_lines": sources.lost_lines(),
+        "traces": dict(sources.traces()),
         "malformed": dict(sources.malformed()),
     }
 
@@ -153,7 +154,7 @@ def merged(sources: Sources, tree: Snapshot) -> tuple[Sources, Metrics]:
 
 _PLAIN: Final = (
     *("prompts", "embeddings", "upstreams", "aliases", "responses", "limits", "redis", "response_cache", "batches"),
-    *("lost_lines", "malformed", "workers"),
+    *("lost_lines", "traces", "malformed", "workers"),
 )
 
 

@@ -45,6 +45,7 @@ from gateway.api.unknown_fields import collected
 from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 from gateway.logs import Fields, later
 from gateway.native import no_panic
+from gateway.propagation import CURRENT, TRACEPARENT, TRACESTATE, read_parent
 
 DIALECTS: tuple[Dialect, ...] = (ANTHROPIC, GEMINI, OPENAI)
 """The first that a request speaks; the last takes all that are left."""
@@ -79,13 +80,16 @@ def dialect_of(http: web.Request) -> Dialect:
     raise AssertionError("the last one speaks everything")
 
 
-def observed(observer: Observer, cors: Cors) -> Middleware:
-    """The one middleware of the gateway."""
+def observed(observer: Observer, cors: Cors, *, traces: bool = False) -> Middleware:
+    """The one middleware of the gateway. `traces`: whether the observer makes spans."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = _record(request)
         record.cors = cors.headers(request)
+        if traces:
+            headers = request.headers
+            record.parent = read_parent(headers.getall(TRACEPARENT, ()), headers.getall(TRACESTATE, ()))
         with noted(observer, record):
             response = cors.preflight(request) or await _answered(request, handler, record)
             record.status = record.status or response.status
@@ -106,12 +110,15 @@ class noted(collected):  # noqa: N801 - reads as a statement, like contextlib.su
 
     def __enter__(self) -> None:
         self._observer.started(self._record)
+        self._current = None if self._record.span is None else CURRENT.set(self._record.span)
         super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
+        if self._current is not None:
+            CURRENT.reset(self._current)
         record = self._record
         if isinstance(error, asyncio.CancelledError):
             record.status = CLIENT_LEFT
@@ -217,6 +224,7 @@ def _fields(record: Record) -> Fields:
         retries=trace.retries,
         status=record.status,
         error=record.error,
+        trace_id=None if record.span is None else f"{record.span.trace_id:032x}",
     )
 
 

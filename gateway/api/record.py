@@ -23,6 +23,7 @@ from gateway.errors import KvasirError
 from gateway.issued.base import IssuedKey
 from gateway.ledger.base import Entry
 from gateway.limits.holds import Hold
+from gateway.propagation import Parent, RequestSpan
 from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ class Record:
     embedded_tokens: int = 0  # of texts whose vectors were computed
     stream: bool = False
     status: int = 0  # what the client got, or would have got had the first byte not been sent
+    parent: Parent | None = None  # of its span, where traces are made
+    span: RequestSpan | None = None  # where it has one
+    admitted_ms: float = 0.0  # from arrival until its limits had let it in, of one with a span
     error: str = ""  # why the gateway refused or failed it, as `failed` names it
     total_ms: float = 0.0
     entry: Entry | None = None  # of the ledger, once it is over
@@ -156,6 +160,8 @@ def _together(traces: Sequence[Trace]) -> Trace:
         completion_tokens=sum(trace.completion_tokens for trace in traces),
         reported_cached_tokens=sum(trace.reported_cached_tokens for trace in traces),
         retries=sum(trace.retries for trace in traces),
+        looked_up_ms=max((trace.looked_up_ms for trace in traces), default=0.0),
+        encoded_ms=max((trace.encoded_ms for trace in traces), default=0.0),
         overhead_ms=max((trace.overhead_ms for trace in traces), default=0.0),
         queue_ms=max((trace.queue_ms for trace in traces), default=0.0),
         first_token_ms=min(first_tokens, default=None),

@@ -30,6 +30,7 @@ from gateway.admin.replicas import Fleet, ReplicaPages
 from gateway.admin.requests import RequestLog, RequestPages
 from gateway.admin.session import SessionPages
 from gateway.admin.sources import Sources
+from gateway.admin.spans import Spans
 from gateway.admin.tallies import LoopLag
 from gateway.admin.tenants import TenantPages
 from gateway.api.aliases import Aliases
@@ -145,6 +146,7 @@ def build_app(
     reload: Callable[[], Awaitable[Reloaded]],
     claims: Claims | None = None,
     audited: Audited = lambda *_: None,
+    spans: Spans | None = None,
 ) -> web.Application:
     """The application, ready for `app_runner`.
 
@@ -169,6 +171,7 @@ def build_app(
     reload         reads the settings again, and uses them by `app[USE]` among others
     claims         of what one gateway of several does: lists of a day, prompts that it has cached by an upstream
     audited        counts what [[warm]] costs
+    spans          makes traces
     Raises ConfigError for prompts of [[warm]] that cannot be used.
     """
     server, batches = settings.server, settings.batches
@@ -184,7 +187,7 @@ def build_app(
     log = RequestLog(requests, history.add, sources.ledger.priced, now, secret)
     lists = Nightly(log, nightly, claims, sources.ledger.priced, now)
     accounting = Accounting(sources.ledger.add, sources.prefill_tokens_per_s)
-    observer = Observers(metrics, router, accounting, log)
+    observer = Observers(metrics, router, accounting, log, *(() if spans is None else (spans,)))
     overview = OverviewPages(Overview(history, sources.ledger, log, admin.figures, now), log)
     refuses_unknown = RefusingTenants(settings.api, settings.tenants)
     resends = ResendCache(_resend_bytes(settings), models, passthrough.serves, limits)
@@ -249,8 +252,9 @@ def build_app(
         ],
     }
     docs = Docs(by_dialect, DIALECTS, sources.version)
+    middleware = observed(observer, Cors(server.cors_origins), traces=spans is not None)
     # The limit is kept in body.py, before and while reading; aiohttp's own would answer in another shape.
-    app = web.Application(middlewares=[observed(observer, Cors(server.cors_origins))], client_max_size=0)
+    app = web.Application(middlewares=[middleware], client_max_size=0)
     app[ROUTES] = docs.routes
     app[ADMIN] = admin
     app[BODIES] = Bodies(server.max_bodies_bytes, server.max_body_bytes)

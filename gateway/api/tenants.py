@@ -21,7 +21,7 @@ from engine.protocol import TOKEN_BYTES
 from gateway.api import sessions
 from gateway.api.call import Call
 from gateway.api.fields import shown
-from gateway.api.record import ISSUED, Record
+from gateway.api.record import ISSUED, Record, elapsed_ms
 from gateway.api.sessions import Session
 from gateway.config import ALL_TENANTS, PRIVATE, AuthSettings, CacheKeyMode, NamespaceSettings, TenantSettings
 from gateway.digests import key_digest
@@ -234,6 +234,8 @@ async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Nee
             record.money = await limits.set_money_aside(tenant, model, need())
         finally:
             record.budget = budgets.header(tenant)
+    if record.span is not None:
+        record.admitted_ms = elapsed_ms(record)
 
 
 def need_of(call: Call, body_bytes: int, context_tokens: int) -> Need:

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
 
 from engine import redis_url
 from engine.config import Section
-from gateway.config.units import COMMAS, WORDS, Share
+from gateway.config.units import COMMAS, WORDS, Share, http_url
 
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 
@@ -61,6 +61,21 @@ class SloSettings(Section):
     """Milliseconds from arrival to the first token; 0 is no objective."""
     inter_token_ms: NonNegativeFloat = 0
     """Milliseconds from one token to the next, as a mean of the answer; 0 is no objective."""
+
+
+class OtelSettings(Section):
+    """[otel]: traces for OpenTelemetry, without any text of prompts. Needs the extra `otel`."""
+
+    endpoint: str = ""
+    """Base URL of a collector that takes OTLP over HTTP, as `http://127.0.0.1:4318`; none when not set."""
+    sample: Share = 0.1
+    """Share of requests that are traced, of those without a `traceparent`, which decides for the others."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_a_url(cls, endpoint: str) -> str:
+        """The message never has the URL."""
+        return endpoint and http_url(endpoint, "otel.endpoint", "OTEL_EXPORTER_OTLP_HEADERS")
 
 
 class RedisSettings(Section):

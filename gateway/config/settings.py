@@ -18,7 +18,14 @@ from gateway.config.apis import (
     StoredResponseSettings,
 )
 from gateway.config.replicas import ReplicaSettings
-from gateway.config.serving import EnginesSettings, LogSettings, RedisSettings, ServerSettings, SloSettings
+from gateway.config.serving import (
+    EnginesSettings,
+    LogSettings,
+    OtelSettings,
+    RedisSettings,
+    ServerSettings,
+    SloSettings,
+)
 from gateway.config.stages import PromptSettings, QueueSettings, ResponseCacheSettings, SemanticCacheSettings
 from gateway.config.tenants import (
     ALL_TENANTS,
@@ -70,6 +77,7 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     logs: LogSettings = LogSettings()
     slo: SloSettings = SloSettings()
+    otel: OtelSettings = OtelSettings()
     auth: AuthSettings = AuthSettings()
     tenants: tuple[TenantSettings, ...] = ()
     namespaces: tuple[NamespaceSettings, ...] = ()

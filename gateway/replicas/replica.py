@@ -21,6 +21,8 @@ from engine.protocol import Hello, Lane, Load, Sampling, SequenceUpdate
 from engine.protocol.frozen import dataclass
 from gateway.digests import derived_salt
 from gateway.errors import DeadlineError, EngineFailedError, EngineLostError
+from gateway.propagation import Call as TracedCall
+from gateway.propagation import calling
 from gateway.replicas.base import Trust
 from gateway.replicas.calls import NAMES
 from gateway.replicas.load import RankLoad
@@ -331,8 +333,8 @@ class Replica:
         answer, tokens = Answer(target, sampling, prompt, request.constraint, call.ids), 0
         response: aiohttp.ClientResponse | None = None
         try:
-            with self._translated(joined):
-                response = flight.response = await self._send(joined, call, request)
+            with calling(self.name, target.facts.kind, request.model) as traced, self._translated(joined):
+                response = flight.response = await self._send(joined, call, request, traced)
                 if response.status != 200:
                     body = await _read(response, MAX_REFUSAL_BYTES)
                     raise failure(target, response.status, body, request.constraint)
@@ -399,15 +401,23 @@ class Replica:
             self._counts["failed"] += 1
             raise
 
-    async def _send(self, joined: Joined, call: Call, request: Request) -> aiohttp.ClientResponse:
+    async def _send(
+        self, joined: Joined, call: Call, request: Request, traced: TracedCall | None
+    ) -> aiohttp.ClientResponse:
         left_s = max(0.001, request.deadline_s - time.monotonic())
-        return await joined.session.post(
+        headers = {"content-type": "application/json", **call.headers}
+        if traced is not None:
+            traced.write(headers)
+        response = await joined.session.post(
             call.path,
             data=call.body if len(call.body) <= AT_ONCE_BYTES else io.BytesIO(call.body),
-            headers={"content-type": "application/json", **call.headers},
+            headers=headers,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=left_s, sock_connect=CONNECT_TIMEOUT_S),
         )
+        if traced is not None:
+            traced.status = response.status
+        return response
 
 
 async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:

@@ -188,6 +188,8 @@ class Trace:
     paid_tokens: int = 0  # of an answer that was begun for another request: computed after that one had left
     tokenized_tokens: int = 0  # of prompt_tokens, those that had to be tokenised anew
     retries: int = 0  # times that another engine took over, before or after the first token
+    looked_up_ms: float = 0.0  # from arrival until the response cache had no answer, or was not asked; 0: it had one
+    encoded_ms: float = 0.0  # from arrival until an engine's prompt was rendered and tokenised
     overhead_ms: float = 0.0  # the gateway's own time before the engine had the request, waiting in a queue excluded
     queue_ms: float = 0.0  # waiting for a slot, in the gateway and in the engine
     first_token_ms: float | None = None  # from arrival

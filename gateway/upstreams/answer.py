@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator
 import aiohttp
 
 from gateway.errors import UpstreamLostError, UpstreamTimeoutError
+from gateway.propagation import Call, begin_call
 from gateway.types import UpstreamRequest
 from gateway.upstreams.connections import AttemptFailed, Response, bound_idle, read_some
 from gateway.upstreams.metering import Meter
@@ -29,9 +30,13 @@ async def open_answer(upstream: Upstream, request: UpstreamRequest, model: str, 
     """Sends the request, and waits for the first bytes of the answer, of an error as well. Raises AttemptFailed, and
     UpstreamTimeoutError when its time is over (`latest_s`). The breaker's admission ends with it."""
     upstream.requests += 1
+    call = begin_call(upstream.name, upstream.settings.dialect, model)
     try:
-        answer = await _send(upstream, request, model, body, latest_s)
+        answer = await _send(upstream, request, model, body, latest_s, call)
     except BaseException as error:
+        if call is not None:
+            call.failed(error, error.kind if isinstance(error, AttemptFailed) else "")
+            call.end()
         if isinstance(error, AttemptFailed):
             upstream.failed(error.kind)
         else:
@@ -41,16 +46,18 @@ async def open_answer(upstream: Upstream, request: UpstreamRequest, model: str, 
     return answer
 
 
-async def _send(upstream: Upstream, request: UpstreamRequest, model: str, body: bytes, latest_s: float) -> Answer:
+async def _send(
+    upstream: Upstream, request: UpstreamRequest, model: str, body: bytes, latest_s: float, call: Call | None
+) -> Answer:
     now_s = time.monotonic()
     until_s = min(now_s + upstream.settings.first_byte_timeout_s, latest_s)
     response: Response | None = None
     try:
         async with asyncio.timeout(max(0.0, until_s - now_s)):
-            response = await upstream.connections.send(request, model, body, latest_s)
+            response = await upstream.connections.send(request, model, body, latest_s, call)
             _check(upstream, response.status)
             first = await read_some(response)
-        return Answer(upstream, response, first, request)
+        return Answer(upstream, response, first, request, call)
     except BaseException as error:
         if response is not None:
             response.close()
@@ -62,12 +69,17 @@ async def _send(upstream: Upstream, request: UpstreamRequest, model: str, body: 
 class Answer:
     """An answer whose first bytes are there. Has to be closed, and may be several times."""
 
-    def __init__(self, upstream: Upstream, response: Response, first: bytes, request: UpstreamRequest) -> None:
+    def __init__(
+        self, upstream: Upstream, response: Response, first: bytes, request: UpstreamRequest, call: Call | None = None
+    ) -> None:
         """Raises QuotedError."""
+        self._call = call
         self._upstream = upstream
         self._request = request
         self._response = response
         self.status = response.status
+        if call is not None:
+            call.status = self.status
         self._filter = upstream.secrets.filter()
         self._first = self._filter.feed(first) if self.status < 400 else first
         self.headers = visible(response.headers.items(), upstream.secrets)
@@ -117,9 +129,11 @@ class Answer:
             upstream.failed(quoting(upstream.name).kind)
             lost = UpstreamLostError(f"Upstream {upstream.name} failed in the middle of its answer.")
             lost.between_events = meter.between_events
+            self._went_wrong(lost)
             raise lost from None
         except UpstreamLostError as error:
             error.between_events = meter.between_events
+            self._went_wrong(error)
             raise
         finally:
             self._settle(meter)
@@ -144,6 +158,12 @@ class Answer:
     def close(self) -> None:
         """Gives the connection back, or closes it when the answer has not come to its end."""
         self._response.close()
+        if self._call is not None:
+            self._call.end()
+
+    def _went_wrong(self, error: UpstreamLostError) -> None:
+        if self._call is not None:
+            self._call.failed(error)
 
     async def _report_ids(self, meter: Meter) -> None:
         while meter.ids and self._request.on_created is not None:

@@ -24,6 +24,7 @@ from yarl import URL
 
 from engine.protocol import Lane
 from gateway.config import UpstreamSettings
+from gateway.propagation import Call
 from gateway.types import UpstreamRequest
 from gateway.upstreams.apis import APIS
 from gateway.upstreams.posting import MAX_HEADER_BYTES, MAX_HEADERS, Posted, Poster
@@ -155,11 +156,15 @@ class Connections:
             self._headers[name] = f"Bearer {key}" if name == "authorization" else key
         self._is_plain = proxy is None and URL(settings.url).user is None and _FRAMING.isdisjoint(self._headers)
 
-    async def send(self, request: UpstreamRequest, model: str, body: bytes, latest_s: float) -> Response:
+    async def send(
+        self, request: UpstreamRequest, model: str, body: bytes, latest_s: float, call: Call | None = None
+    ) -> Response:
         """Sends the request, whose answer has to be there as a whole at `latest_s` (monotonic clock). The caller reads
-        the body (with `read_some`) and closes it. Raises aiohttp's errors."""
+        the body (with `read_some`) and closes it. `call` is in its trace. Raises aiohttp's errors."""
         session, url = self._of(request.lane), self._url(request.path, model, request.query)
         headers = {**_HEADERS, **joined(request.headers), **self._headers}
+        if call is not None:
+            call.write(headers)
         total_s = latest_s - time.monotonic()
         if (poster := self._posters.get(request.lane)) and request.method == "POST" and 0 < len(body) <= AT_ONCE_BYTES:
             return await poster.post(url, headers, body, total_s)

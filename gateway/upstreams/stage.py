@@ -208,6 +208,7 @@ class Upstreams:
         used = self._now
         used.requests += 1
         closing.append(partial(self._ended, used))
+        request.trace.looked_up_ms = (time.monotonic() - request.received_s) * 1e3
         routes = await used.accounts.routes_for(request, _routes_of(request, used.routes))
         request.trace.overhead_ms = (time.monotonic() - request.received_s) * 1e3
         answer = await self._first_good(request, routes, used.by_name, closing)

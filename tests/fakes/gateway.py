@@ -22,6 +22,7 @@ from gateway.admin.nightly import DAYS
 from gateway.admin.purge import Engine
 from gateway.admin.requests import MOST
 from gateway.admin.sources import EngineStatus, Sources
+from gateway.admin.spans import Spans
 from gateway.api.descriptors import REFUSED, Site
 from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
@@ -186,6 +187,7 @@ class Options:
     prices: Sequence[PriceSettings] = ()
     history: History | None = None
     requests: Ring | None = None
+    spans: Spans | None = None
     rendered_bytes: int = 1 << 20
     answers: Answers = field(default_factory=FakeAnswers)
     engines: Sequence[Engine] = (FakePurged("engine-1"),)
@@ -280,6 +282,7 @@ def make_app(
         nightly=Ring("nightly", DAYS, None),
         secret=_secret,
         directory=directory,
+        spans=given.spans,
         audit=AuditLog(audit or Path("/nowhere"), given.now),
         sources=Sources(
             refresh=_nothing_to_fetch,

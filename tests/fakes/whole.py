@@ -77,6 +77,8 @@ async def whole(
         for _ in range(engines)
     ]
     app = gateway.web_app()
+    if gateway.exporter is not None:
+        gateway.exporter.start()
     runner = app_runner(app, settings.server)
     worker = None
     if redis is not None:
@@ -101,6 +103,8 @@ async def whole(
             if worker is not None:
                 await worker.close()
             await runner.cleanup()
+            if gateway.exporter is not None:
+                await gateway.exporter.close()
             await gateway.registry.stop()
             await gateway.upstreams.close()
             await gateway.index.close()

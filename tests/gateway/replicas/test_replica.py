@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from gateway.digests import UNSALTED, derived_salt
 from gateway.replicas import joining
 from gateway.replicas.secret import FILE, FleetSecret
 from gateway.storage.redis_calls import RedisCalls, close, connect
+from tests.fakes.collector import collector
 from tests.fakes.replica_server import DEMO, ReplicaServer, replica_server
 from tests.fakes.waiting import until
 from tests.fakes.whole import Whole, whole
@@ -38,12 +39,14 @@ class Streams:
         self.hold.set()
         self.left = 0
         self.refuse: tuple[int, Any] | None = None
+        self.headers: list[Mapping[str, str]] = []
 
     async def __call__(self, http: web.Request) -> web.StreamResponse:
         body = orjson.loads(await http.read())
         if not body.get("stream"):  # the question at join whether usage has cached tokens
             details = {"prompt_tokens_details": {"cached_tokens": 0}}
             return web.json_response({"choices": [{"token_ids": [7]}], "usage": details})
+        self.headers.append(http.headers.copy())
         if self.refuse is not None:
             return web.json_response(self.refuse[1], status=self.refuse[0])
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -98,6 +101,21 @@ async def test_a_request_goes_as_ids_and_its_usage_is_the_servers_own() -> None:
         hello = running.gateway.registry.engines[0].hello
         assert hello.namespace.block_size == 16  # of the index; the server's are larger
         assert len(body["cache_salt"]) == 64
+
+
+async def test_the_server_gets_the_trace_with_the_span_of_its_call_as_parent() -> None:
+    streams = Streams()
+    async with collector() as there, replica_server(completions=streams) as server:
+        async with gateway_of(server, otel={"endpoint": there.url, "sample": 1.0}) as running:
+            await ready(running)
+            await running.ask(HELLO)
+        (root,) = there.roots
+        (call,) = (span for span in there.spans if span.kind == 3)
+        assert streams.headers[0]["traceparent"] == f"00-{root.trace_id}-{call.span_id}-01"
+        assert (call.parent_id, call.name, call.status) == (root.span_id, "chat demo", 0)
+        assert call.attributes["gen_ai.provider.name"] == "vllm"
+        assert call.attributes["http.response.status_code"] == 200
+        assert {"prompt", "queue", "prefill", "decode"} <= {span.name for span in there.children(root)}
 
 
 async def test_a_stream_does_not_say_what_was_cached_before_the_server_does() -> None:
