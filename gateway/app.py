@@ -6,6 +6,7 @@ tasks.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -32,7 +33,7 @@ from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.routes import REPLAYS, USE, WARMING, build_app
 from gateway.api.warming import Warming
-from gateway.config import OtelSettings, Reloaded, ReplicaSettings, Settings, StoredResponseSettings
+from gateway.config import OtelSettings, Reloaded, ReplicaSettings, Settings, StoredResponseSettings, several_currencies
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.registry import Client, EngineFigures, Registry
 from gateway.errors import BadRequestError
@@ -173,7 +174,7 @@ class Gateway:
         self.history = History({name: self._history_book(name) for name in SPANS}, time.time)
         self.requests = Ring("requests", MOST, self._calls())
         self.nightly = Ring("nightly", DAYS, self._calls())
-        budgets = Budgets(settings.tenants, self._calls(), time.time, prices.estimate)
+        budgets = Budgets(settings.tenants, self._calls(), time.time, prices)
         self.ledger = Ledger(settings.ledger, prices, book, time.time, self.history.add_rows, budgets.spent)
         lease_s, calls = settings.limits.lease_s, self._calls()
         counters = SharedCounters(
@@ -254,7 +255,7 @@ class Gateway:
             directory=self.directory,
             reload=lambda: self.reload(),
             sources=Sources(
-                refresh=self.figures.refresh,
+                refresh=self._refresh,
                 engines=self._engine_statuses,
                 prefill_tokens_per_s=self.registry.prefill_tokens_per_s,
                 queue=self.queue.status,
@@ -292,6 +293,8 @@ class Gateway:
             return self.upstreams.plan(settings.upstreams, keys, proxies, num_tenants)
 
         plan_upstreams(len(settings.tenants))  # raises what is wrong
+        if (several := several_currencies(settings.prices)) and self.directory.has_budgets():
+            raise ConfigError(f"prices: budgets of tenants or keys made at run time cannot add up {several}")
 
         def use() -> None:
             self.settings = settings
@@ -306,11 +309,14 @@ class Gateway:
         """From now on there are the tenants of the directory."""
         settings = self.settings.model_copy(update={"tenants": self.directory.tenants()})
         self.upstreams.use(self._plan_upstreams(len(settings.tenants)))
-        self.limits.replace(settings.limits, settings.tenants)
+        self.limits.replace(settings.limits, settings.tenants, self.directory.limited_keys())
         self.response_cache.modes = _modes(settings, "response_cache")
         if self.semantic_cache is not None:
             self.semantic_cache.replace(_modes(settings, "semantic_cache"), _semantic_namespaces(settings))
         self._use(settings)
+
+    async def _refresh(self) -> None:
+        await asyncio.gather(self.figures.refresh(), self.limits.refresh())
 
     def _calls(self) -> RedisCalls | None:
         """Of one store, so that none waits for a turn behind another. None without Redis."""

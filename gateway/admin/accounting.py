@@ -80,6 +80,7 @@ class Accounting:
             storage_token_s=sum(trace.storage_token_s for trace in prompts),
             by_upstream=by_upstream,
             hits=tuple(hits),
+            key=record.key,
         )
         self._add(entry)
         for trace in prompts:

@@ -25,7 +25,7 @@ from gateway.types import NANO
 CSV: Final = "text/csv"
 DAYS: Final = 30
 """Of a report for which nothing else is requested, today among them."""
-GROUPS: Final = ("day", "tenant", "model", "lane")
+GROUPS: Final = ("day", "tenant", "model", "lane", "key")
 _TOKENS: Final = ("prompt_tokens", "cached_tokens", "cache_write_tokens", "completion_tokens", "embedded_tokens")
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
@@ -59,7 +59,7 @@ QUERY: Final = {
         Parameter(
             "group_by",
             _groups,
-            "some of `day`, `tenant`, `model`, `lane`, with commas; default `day`",
+            "some of `day`, `tenant`, `model`, `lane`, `key`, with commas; default `day`",
             "A row for each of them; empty for the total alone.",
         ),
         Parameter("format", choice("json", "csv"), "`json` or `csv`", "Goes before the header `Accept`."),

@@ -123,7 +123,7 @@ def generating(
 class LineRequest(NamedTuple):
     """A line. `endpoint` is the name of one; `headers` are for upstreams, besides those of the endpoint. `num_bytes`
     are those of its row, `work` is the work of reading it (tasks.work_of).
-    `asked` is the model by the row's own name, perhaps an alias."""
+    `asked` is the model by the row's own name, perhaps an alias; `key` is as in Job."""
 
     endpoint: str
     tenant: Tenant
@@ -134,6 +134,7 @@ class LineRequest(NamedTuple):
     num_bytes: int = 0
     work: int = 0
     asked: str | None = None
+    key: str = ""
 
 
 class Answered(NamedTuple):
@@ -330,7 +331,8 @@ class BatchRunner:
             dialect, translated = asks.dialect.name, asks.chats
             body["model"] = self.router.line_target(asked, tenant, dialect, asks.path, translated=translated)
         name = asked if isinstance(asked, str) else None
-        return LineRequest(endpoint, tenant, body, job.namespace or "", request_id, headers, num_bytes, work, name)
+        namespace = job.namespace or ""
+        return LineRequest(endpoint, tenant, body, namespace, request_id, headers, num_bytes, work, name, job.key)
 
     def _record(self, line: LineRequest) -> Record:
         return Record(
@@ -340,7 +342,9 @@ class BatchRunner:
             dialect=self.endpoints[line.endpoint].dialect,
             tenant=line.tenant.name,
             namespace=line.namespace,
+            key=line.key,
             lane="batch",
+            at_batch_price=not self._goes_on(line),  # upstreams know nothing of it
             body_bytes=line.num_bytes,
             ignored=IgnoredFields(self.refuses_unknown(line.tenant.name)),
             work=line.work,

@@ -118,14 +118,14 @@ class Prologue:
         header that makes no sense."""
         tenant = http[TENANT] = self.auth.tenant(http)
         record = http[RECORD]
-        record.tenant = tenant.name
+        record.tenant, key = tenant.name, http.get(ISSUED)
+        record.key = "" if key is None else key.id
         record.ignored.refuse = self.refuses_unknown(tenant.name)
-        if rooms := self.limits.rooms(tenant.name):
+        if rooms := self.limits.rooms(*record.owners):
             record.allowance = Allowance(**rooms)
         record.reuse = from_headers(http.headers)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
         record.may_have_priority = tenant.priority
-        key = http.get(ISSUED)
         if self.directory.has_list(tenant.name, key):
             record.may_use = partial(self.directory.allows, tenant.name, key)
         if key is not None and key.models and http.method == "POST" and http.path in _BATCHES:

@@ -24,7 +24,7 @@ from gateway.issued.base import IssuedKey
 from gateway.ledger.base import Entry
 from gateway.limits.holds import Hold
 from gateway.propagation import Parent, RequestSpan
-from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage
+from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage, owners_of
 
 if TYPE_CHECKING:
     from gateway.api.checks import Check
@@ -84,8 +84,10 @@ class Record:
     received_s: float  # monotonic clock
     dialect: Dialect
     tenant: str | None = None
+    key: str = ""  # its id, where an admin made it
     namespace: str = ""  # that the request asks for, by header
     lane: Lane = "online"
+    at_batch_price: bool = False  # what is generated for it, as far as is known before
     may_have_priority: bool = False
     tier: Tier = "default"  # of its requests
     reuse: Reuse = PLAIN_REUSE  # what its headers say of the response cache
@@ -94,10 +96,10 @@ class Record:
     may_use: Callable[[str], bool] | None = None  # which models, by the names that clients use; None: all
     spent: list[Spent] = field(default_factory=list)  # by targets before it
     cors: Mapping[str, str] = field(default_factory=dict)  # headers for browsers
-    allowance: Allowance | None = None  # what the tenant may still send, when it asked
-    money: Hold | None = None  # of a tenant with a budget
+    allowance: Allowance | None = None  # what its tenant and key may still send, when it asked
+    money: Hold | None = None  # with a budget
     budget: str = ""  # what a header says of it
-    hold: Hold | None = None  # of a tenant with limits, once the request was let in
+    hold: Hold | None = None  # with limits, once the request was let in
     body: Claim | None = None  # on memory for it; middleware.py lets go of it
     body_bytes: int = 0  # of what was sent, decoded
     work: int = 0  # that it is to check and render it (tasks.work_of)
@@ -112,6 +114,11 @@ class Record:
     error: str = ""  # why the gateway refused or failed it, as `failed` names it
     total_ms: float = 0.0
     entry: Entry | None = None  # of the ledger, once it is over
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Whose limits and budgets it has to fit."""
+        return () if self.tenant is None else owners_of(self.tenant, self.key)
 
     @property
     def trace(self) -> Trace:

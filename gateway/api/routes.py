@@ -188,7 +188,12 @@ def build_app(
     lists = Nightly(log, nightly, claims, sources.ledger.priced, now)
     accounting = Accounting(sources.ledger.add, sources.prefill_tokens_per_s)
     observer = Observers(metrics, router, accounting, log, *(() if spans is None else (spans,)))
-    overview = OverviewPages(Overview(history, sources.ledger, log, admin.figures, now), log)
+
+    async def figures() -> tuple[Sources, Metrics]:
+        await limits.refresh()
+        return await admin.figures()
+
+    overview = OverviewPages(Overview(history, sources.ledger, log, figures, now), log)
     refuses_unknown = RefusingTenants(settings.api, settings.tenants)
     resends = ResendCache(_resend_bytes(settings), models, passthrough.serves, limits)
     prologue = Prologue(server, keys, limits, resends, passthrough, router, refuses_unknown, audit, directory)
@@ -247,7 +252,7 @@ def build_app(
             *audit.routes(),
             *BatchPages(jobs).routes(),
             *ReloadPage(reload).routes(),
-            *TenantPages(directory, now).routes(),
+            *TenantPages(directory, limits, now).routes(),
             *MePage(directory, limits, sources.ledger, now).routes(),
         ],
     }

@@ -217,23 +217,21 @@ def _may_use(tenant: Tenant, tenants: Sequence[str] | frozenset[str]) -> bool:
 
 
 async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Need], model: str | None = None) -> None:
-    """Once for each request. Raises RateLimitError. Nothing happens for a tenant without limits and budget, and of the
-    batch lane only money is set aside. `model` is the record's where it is not given."""
-    tenant, budgets = record.tenant, limits.budgets
-    if tenant is None:
-        return
-    if record.hold is None and record.lane != "batch" and limits.has(tenant):
+    """Once for each request. Raises RateLimitError. Nothing happens without limits and a budget, of the tenant or its
+    key, and of the batch lane only money is set aside. `model` is the record's where it is not given."""
+    owners, budgets = record.owners, limits.budgets
+    if record.hold is None and record.lane != "batch" and any(map(limits.has, owners)):
         try:
-            record.hold = await limits.set_aside(tenant, need())
+            record.hold = await limits.set_aside(owners, need())
         finally:
             if record.allowance is not None:
-                record.allowance = record.allowance._replace(**limits.rooms(tenant))
+                record.allowance = record.allowance._replace(**limits.rooms(*owners))
     model = model or record.model
-    if budgets is not None and budgets.has(tenant) and record.money is None and model is not None:
+    if budgets is not None and budgets.has(*owners) and record.money is None and model is not None:
         try:
-            record.money = await limits.set_money_aside(tenant, model, need())
+            record.money = await limits.set_money_aside(owners, model, need(), at_batch_price=record.at_batch_price)
         finally:
-            record.budget = budgets.header(tenant)
+            record.budget = budgets.header(*owners)
     if record.span is not None:
         record.admitted_ms = elapsed_ms(record)
 

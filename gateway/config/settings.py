@@ -37,6 +37,7 @@ from gateway.config.tenants import (
     PriceSettings,
     TenantSettings,
     price_of,
+    several_currencies,
 )
 from gateway.config.units import duration_s
 from gateway.config.upstreams import AliasSettings, UpstreamSettings
@@ -153,6 +154,9 @@ class Settings(BaseModel):
                 if len(currencies := {price.currency for price in prices if price is not None}) > 1:
                     several = ", ".join(sorted(currencies))
                     raise ValueError(f"aliases: the targets of {alias.name!r} have prices in {several}")
+        for tenant in self.tenants:
+            if tenant.budget is not None and (several := several_currencies(self.prices)):
+                raise ValueError(f"tenants: the budget of {tenant.name!r} cannot add up prices in {several}")
         return self
 
     @model_validator(mode="after")

@@ -153,3 +153,9 @@ def price_of(prices: Sequence[PriceSettings], model: str) -> PriceSettings | Non
     matching = [price for price in prices if fnmatchcase(model, price.model)]
     own = (price for price in prices if price.model == model)
     return next(own, matching[0] if matching else None)
+
+
+def several_currencies(prices: Sequence[PriceSettings]) -> str:
+    """Of [[prices]], where there is more than one: no budget could add them up."""
+    currencies = sorted({price.currency for price in prices})
+    return ", ".join(currencies) if len(currencies) > 1 else ""

@@ -14,12 +14,19 @@ from pydantic import ValidationError
 
 from gateway.config import TenantSettings
 from gateway.digests import key_digest
+from gateway.types import owners_of
 
 MAX_TENANTS: Final = 1_000
 """That are made at run time."""
 
 MAX_KEYS: Final = 10_000
-"""Of all tenants together; about 300 bytes each, in the memory of every worker."""
+"""Of all tenants together; about 300 bytes each, with limits 2 KB, in the memory of every worker."""
+
+LIMITS: Final = (
+    *("requests_per_minute", "tokens_per_minute", "input_tokens_per_minute", "output_tokens_per_minute"),
+    *("max_in_flight", "budget", "budget_period", "budget_hard"),
+)
+"""Settings of a tenant that a key may have, too."""
 
 MAX_ENDED: Final = 1_000
 """Sessions that were ended early; of more, those are forgotten that would be over first."""
@@ -30,7 +37,7 @@ _NO_KEYS: Final = {"keys": ("none" * 2,)}
 @dataclass(frozen=True, slots=True)
 class IssuedKey:
     """A key. `expires_s` is in seconds since 1970, None for never; `models` are patterns, none for all models that its
-    tenant may use."""
+    tenant may use; `limits` has what is set of LIMITS, and the name of an owner (types.owners_of)."""
 
     id: str
     digest: str  # SHA-256 in hex
@@ -39,6 +46,7 @@ class IssuedKey:
     created_s: float
     expires_s: float | None = None
     models: tuple[str, ...] = ()
+    limits: TenantSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +91,26 @@ def table_of(tenant: MadeTenant) -> dict[str, Any]:
     return tenant.settings.model_dump(exclude={"keys"}, exclude_defaults=True)
 
 
+def make_limits(tenant: str, id_: str, table: Mapping[str, Any]) -> TenantSettings | None:
+    """Those of a key. `table` has some of LIMITS. Raises ValueError."""
+    if not table:
+        return None
+    if unknown := table.keys() - set(LIMITS):
+        raise ValueError(f"{min(unknown)}: no limit of a key")
+    owner = owners_of(tenant, id_)[-1]
+    return make_tenant({"name": tenant, **table}).settings.model_copy(update={"name": owner})
+
+
+def limits_of(key: IssuedKey) -> dict[str, Any]:
+    """What `make_limits` takes, of what is set."""
+    return {} if key.limits is None else key.limits.model_dump(include=set(LIMITS), exclude_defaults=True)
+
+
 def written(one: MadeTenant | IssuedKey) -> bytes:
     if isinstance(one, MadeTenant):
         return orjson.dumps([table_of(one), one.models])
-    return orjson.dumps([one.id, one.digest, one.tenant, one.name, one.created_s, one.expires_s, one.models])
+    of_key = (one.id, one.digest, one.tenant, one.name, one.created_s, one.expires_s, one.models, limits_of(one))
+    return orjson.dumps(of_key)
 
 
 def read_tenant(data: bytes) -> MadeTenant:
@@ -97,8 +121,9 @@ def read_tenant(data: bytes) -> MadeTenant:
 
 def read_key(data: bytes) -> IssuedKey:
     """As `read_tenant`."""
-    id_, digest, tenant, name, created_s, expires_s, models, *_ = orjson.loads(data)
+    id_, digest, tenant, name, created_s, expires_s, models, *rest = orjson.loads(data)
     if not all(isinstance(one, str) for one in (id_, digest, tenant, name)):
         raise ValueError("nothing of a key")
     expires = None if expires_s is None else float(expires_s)
-    return IssuedKey(id_, digest, tenant, name, float(created_s), expires, tuple(map(str, models)))
+    limits = make_limits(tenant, id_, rest[0]) if rest else None
+    return IssuedKey(id_, digest, tenant, name, float(created_s), expires, tuple(map(str, models)), limits)

@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from gateway import tasks
@@ -28,6 +29,8 @@ from gateway.issued.base import (
     MadeTenant,
     allows,
     digest_of,
+    limits_of,
+    make_limits,
     make_tenant,
     table_of,
     written,
@@ -45,6 +48,7 @@ TRIES: Final = 5
 
 PREFIX: Final = "kv-"
 _KEY_BYTES: Final = 32
+_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 class Directory:
@@ -58,6 +62,7 @@ class Directory:
         self._issued = Issued()
         self._by_digest: dict[str, IssuedKey] = {}
         self._ending: dict[str, int] = {}  # of `issued.ended`, what is not kept yet
+        self._limited: tuple[TenantSettings, ...] = ()
         self._looking: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         self.stale = False
@@ -85,6 +90,15 @@ class Directory:
             return ()
         made = (one.settings for name, one in self._issued.tenants.items() if name not in self._file)
         return (*self._file.values(), *made)
+
+    def limited_keys(self) -> tuple[TenantSettings, ...]:
+        """The limits and budgets of keys, under the names of their owners; of those that have any."""
+        return () if self.is_open else self._limited
+
+    def has_budgets(self) -> bool:
+        """Whether anything that was made has one."""
+        made = [one.settings for one in self._issued.tenants.values()]
+        return any(one.budget is not None for one in (*made, *self._limited))
 
     def is_of_file(self, name: str) -> bool:
         return name in self._file
@@ -157,11 +171,17 @@ class Directory:
         return len(gone)
 
     async def make_key(
-        self, tenant: str, name: str, expires_s: float | None, models: tuple[str, ...]
+        self,
+        tenant: str,
+        name: str,
+        expires_s: float | None,
+        models: tuple[str, ...],
+        limits: Mapping[str, Any] = _NOTHING,
     ) -> tuple[str, IssuedKey]:
-        """The key itself, which is kept nowhere, and what is known of it."""
-        secret = PREFIX + secrets.token_urlsafe(_KEY_BYTES)
-        key = IssuedKey(f"key_{secrets.token_hex(8)}", digest_of(secret), tenant, name, self._now(), expires_s, models)
+        """The key itself, which is kept nowhere, and what is known of it. `limits` has some of LIMITS."""
+        secret, id_ = PREFIX + secrets.token_urlsafe(_KEY_BYTES), f"key_{secrets.token_hex(8)}"
+        own = make_limits(tenant, id_, limits)
+        key = IssuedKey(id_, digest_of(secret), tenant, name, self._now(), expires_s, models, own)
 
         def changes(issued: Issued) -> Changes:
             self._check_open()
@@ -177,13 +197,24 @@ class Directory:
         await self._change(changes)
         return secret, key
 
+    async def change_key(self, id_: str, more: Mapping[str, Any], limits: Mapping[str, Any]) -> IssuedKey:
+        """`more` has fields of IssuedKey; of `limits` what is None is unset. Raises ValueError for what cannot be."""
+        made: list[IssuedKey] = []
+
+        def changes(issued: Issued) -> Changes:
+            old = _key(issued, id_)
+            table = {name: value for name, value in {**limits_of(old), **limits}.items() if value is not None}
+            made[:] = [replace(old, **more, limits=make_limits(old.tenant, id_, table))]
+            return {f"key:{id_}": written(made[0])}
+
+        await self._change(changes)
+        return made[0]
+
     async def remove_key(self, id_: str) -> IssuedKey:
         found: list[IssuedKey] = []
 
         def changes(issued: Issued) -> Changes:
-            if (key := issued.keys.get(id_)) is None:
-                raise NotFoundError("There is no such key.", param="id")
-            found[:] = [key]
+            found[:] = [_key(issued, id_)]
             return {f"key:{id_}": b""}
 
         await self._change(changes)
@@ -255,6 +286,7 @@ class Directory:
         known, self._issued = self._issued, issued
         if (known.tenants, known.keys) != (issued.tenants, issued.keys):
             self._by_digest = {key.digest: key for key in issued.keys.values()}
+            self._limited = tuple(key.limits for key in issued.keys.values() if key.limits is not None)
             self.on_change()
 
     def _made(self, issued: Issued, name: str) -> MadeTenant:
@@ -280,3 +312,9 @@ class Directory:
 def _latest(sessions: Mapping[str, int]) -> dict[str, int]:
     """Those that would be over last."""
     return dict(sorted(sessions.items(), key=lambda one: one[1])[-MAX_ENDED:])
+
+
+def _key(issued: Issued, id_: str) -> IssuedKey:
+    if (key := issued.keys.get(id_)) is None:
+        raise NotFoundError("There is no such key.", param="id")
+    return key

@@ -1,7 +1,7 @@
 """What the ledger is made of: entries, and the rows that they add up in. Values only; books.py has the rows.
 
     entry     what one finished request used and saved, in tokens and milliseconds
-    row       a day, a tenant, a model, a lane and a currency; no entry is in two
+    row       a day, a tenant, a model, a lane, a currency and a key; no entry is in two
     figures   whole numbers by column, added up in a row: sums by any grouping are equal to the last digit
 
 Money is counted in units of `types.NANO`.
@@ -49,13 +49,15 @@ Figures = dict[str, int]
 
 
 class Row(NamedTuple):
-    """`day` is written 2026-11-22, in UTC. `currency` is empty where the model has no price."""
+    """`day` is written 2026-11-22, in UTC. `currency` is empty where the model has no price. `key` is the id of a key
+    that an admin made, else empty."""
 
     day: str
     tenant: str
     model: str
     lane: str
     currency: str
+    key: str = ""
 
 
 class Entry(NamedTuple):
@@ -71,6 +73,7 @@ class Entry(NamedTuple):
     storage_token_s tokens times seconds that a hosted API keeps for it
     by_upstream     a hosted API answered, or had answered what was remembered; it knows nothing of our batch lane
     hits            answers that were not generated; they are in no other field
+    key             as in Row
     """
 
     tenant: str
@@ -89,6 +92,7 @@ class Entry(NamedTuple):
     storage_token_s: int = 0
     by_upstream: bool = False
     hits: tuple[Hit, ...] = ()
+    key: str = ""
 
     @property
     def at_batch_price(self) -> bool:

@@ -2,7 +2,8 @@
 Redis a day, or a step of the history, is one hash without a time to live: a Redis that is full evicts what has one.
 Keys of a book are in one slot of a cluster.
 
-    kvasir:{ledger}:2026-11-22    hash: tenant|model|lane|currency|column, each quoted as in a URL -> a whole number
+    kvasir:{ledger}:2026-11-22    hash: tenant|model|lane|currency|column, each quoted as in a URL -> a whole number; a
+                                  key, if there is one, stands before the column
     kvasir:{ledger}.days          set: the days that there are
     kvasir:{ledger}.added:NUMBER  what was added, for a day
 """
@@ -80,7 +81,7 @@ class RedisBook:
         places = {day: place for place, day in enumerate(days, start=3)}
         arguments: list[str | int] = [REMEMBERED_S]
         for row, figures in rows:
-            head = "|".join(quote(part, safe="") for part in row[1:])
+            head = "|".join(quote(part, safe="") for part in (row[1:] if row.key else row[1:-1]))
             for column, value in figures.items():
                 arguments += [places[row.day], f"{head}|{column}", value]
         keys = [self._added + number, self._names, *(self._day + day for day in days)]

@@ -22,6 +22,7 @@ from gateway.errors import RedisDownError
 from gateway.ledger.base import OTHER, Entry, Figures, Row, add_up
 from gateway.ledger.books import Book
 from gateway.ledger.prices import Prices, count
+from gateway.types import owners_of
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +41,10 @@ class Ledger:
         book: Book,
         now: Callable[[], float],
         taken: Callable[[Sequence[tuple[Row, Figures]]], None] = lambda _: None,
-        spent: Callable[[str, Callable[[], int]], None] = lambda _, __: None,
+        spent: Callable[[Sequence[str], Callable[[], tuple[str, Figures]]], None] = lambda _, __: None,
     ) -> None:
-        """`now` is in seconds since 1970. `taken` gets the rows that are written, once; `spent` the tenant of each
-        entry, and a function for what it cost."""
+        """`now` is in seconds since 1970. `taken` gets the rows that are written, once; `spent` the owners of each
+        entry, and a function for its currency and what it comes to."""
         self._spent = spent
         self._taken = taken
         self._settings = settings
@@ -81,9 +82,10 @@ class Ledger:
         if (today := self._today()) != self._day:
             self._day = today
             self._known.clear()
-        self._spent(entry.tenant, lambda: self.priced(entry)[1].get("cost_nano", 0))
+        self._spent(owners_of(entry.tenant, entry.key), lambda: self.priced(entry))
         tariff = self._prices.of(entry.model, entry.by_upstream)
-        row = self._bounded(Row(today, entry.tenant, entry.model, entry.lane, tariff.currency if tariff else ""))
+        currency = tariff.currency if tariff else ""
+        row = self._bounded(Row(today, entry.tenant, entry.model, entry.lane, currency, entry.key))
         if row not in self._rows and self.pending >= 2 * self._settings.max_rows:
             self.dropped += 1
             return
@@ -156,15 +158,15 @@ class Ledger:
         return _day(int(self._now() // DAY_S))
 
     def _bounded(self, row: Row) -> Row:
-        """The row itself, or that of all further models."""
+        """The row itself, or that of all further models and keys."""
         if row not in self._known:
             if len(self._known) >= self._settings.max_rows:
-                return row._replace(model=OTHER)
+                return row._replace(model=OTHER, key="")
             self._known.add(row)
         return row
 
     def _total(self, totals: dict[Row, Figures], row: Row, counted: Figures) -> None:
-        row = row._replace(day="")
+        row = row._replace(day="", key="")
         if row not in totals and len(totals) >= self._settings.max_rows:
             row = row._replace(model=OTHER)
         add_up(totals.setdefault(row, {}), counted)

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Final
 
-from gateway.config import PriceSettings, duration_s
+from gateway.config import PriceSettings, duration_s, several_currencies
 from gateway.ledger.base import AUDIT, Entry, Figures, add_up
 from gateway.ledger.list_prices import CURRENCY, find_list_price
 from gateway.types import Hit
@@ -109,6 +109,9 @@ class Prices:
         """From now on these prices hold; see __init__. Also to be called when `hosts` would say something else."""
         self._batch = batch
         self._tariffs = {price.model: Tariff.of(price, batch) for price in prices}
+        self.currency = prices[0].currency if prices else CURRENCY
+        """Of budgets; a budget beside prices in several currencies is refused where it is set."""
+        self.several_currencies = several_currencies(prices)
         one_currency = all(price.currency == CURRENCY for price in prices)
         self._hosts = hosts if one_currency else None  # costs in two currencies could not be compared
         self.of.cache_clear()
@@ -118,6 +121,13 @@ class Prices:
         if (tariff := self.of(model)) is None:
             return None
         return prompt_tokens * tariff.input + completion_tokens * tariff.output
+
+    def expected(self, model: str, prompt_tokens: int, completion_tokens: int, *, at_batch_price: bool) -> int | None:
+        """What so many tokens cost a budget, in NANO units of `currency`, rounded up; None without a price in it."""
+        tariff, rates = self.of(model), self.estimate(model, prompt_tokens, completion_tokens)
+        if tariff is None or rates is None or tariff.currency != self.currency:
+            return None
+        return -(-rates * (tariff.batch if at_batch_price else _WHOLE) // (_NANO * _WHOLE))
 
     def _find(self, model: str, by_upstream: bool = True) -> Tariff | None:
         """`by_upstream`: a hosted API answers; what engines compute has no list price."""

@@ -1,4 +1,4 @@
-"""The limits of a tenant, and what a request takes of them. Pure values.
+"""The limits of a tenant or a key, and what a request takes of them. Pure values.
 
 A request's tokens are known when it is over. Before that its prompt's are estimated, and its answers are taken to be as
 long as they may be, so that what is set aside is seldom less than what is used.
@@ -18,6 +18,9 @@ from gateway.types import ANONYMOUS, LimitKind, Need, Usage
 
 KINDS: Final[tuple[LimitKind, ...]] = get_args(LimitKind)
 
+_FIELDS: Final = (*(f"{kind}_per_minute" for kind in KINDS), "max_in_flight")
+"""Of settings."""
+
 IN_FLIGHT: Final = "in_flight"
 """The limit of requests in flight, among those that a request is refused for."""
 
@@ -36,7 +39,7 @@ Amounts = Mapping[LimitKind, int]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one tenant: those per minute that it has, requests in flight, 0 without a limit, and what may come at once."""
+    """Of one owner: those per minute that it has, requests in flight, 0 without a limit, and what may come at once."""
 
     per_minute: Amounts
     max_in_flight: int
@@ -46,13 +49,18 @@ class Limits:
         return bool(self.per_minute or self.max_in_flight)
 
 
-def limits_of(settings: LimitSettings, tenants: Sequence[TenantSettings]) -> Iterator[tuple[str, Limits]]:
-    """Every tenant that has any, by name. What a tenant does not say is as in [limits]."""
-    own = {tenant.name: tenant.model_dump(exclude_none=True) for tenant in tenants} or {ANONYMOUS: {}}
-    for name, theirs in own.items():
-        merged = settings.model_dump() | theirs
+def limits_of(
+    settings: LimitSettings, tenants: Sequence[TenantSettings], keys: Sequence[TenantSettings] = ()
+) -> Iterator[tuple[str, Limits]]:
+    """Every owner that has any, by name. What a tenant does not say is as in [limits]; a key has what it says alone."""
+    common, burst_us = {name: getattr(settings, name) for name in _FIELDS}, round(settings.burst_s * 1e6)
+    none = dict.fromkeys(_FIELDS, 0)
+    every: list[tuple[str, object, Mapping[str, int]]] = [(one.name, one, common) for one in tenants]
+    for name, one, rest in (*(every or [(ANONYMOUS, None, common)]), *((key.name, key, none) for key in keys)):
+        theirs = {field: getattr(one, field, None) for field in _FIELDS}
+        merged = {field: rest[field] if amount is None else amount for field, amount in theirs.items()}
         per_minute = {kind: merged[f"{kind}_per_minute"] for kind in KINDS if merged[f"{kind}_per_minute"]}
-        if limits := Limits(per_minute, merged["max_in_flight"], round(settings.burst_s * 1e6)):
+        if limits := Limits(per_minute, merged["max_in_flight"], burst_us):
             yield name, limits
 
 
@@ -87,13 +95,9 @@ def costs(amounts: Amounts, limits: Limits) -> dict[LimitKind, int]:
     return {kind: cost_us(amounts[kind], limit) for kind, limit in limits.per_minute.items()}
 
 
-def refusal(limits: Limits, amounts: Amounts, taken: Taken, tenant: str) -> RateLimitError:
+def refusal(limits: Limits, amounts: Amounts, taken: Taken, owner: str) -> RateLimitError:
     """The error for a refused request: the limit that needs the longest wait."""
-    waits = {
-        kind: wait_us(taken.full_us[kind], taken.now_us, cost, limits.burst_us)
-        for kind, cost in costs(amounts, limits).items()
-        if cost
-    }
+    waits = waits_us(limits, amounts, taken)
     kind = max(waits, key=waits.__getitem__, default=None)
     name, what, limit, requested, retry_s = IN_FLIGHT, "concurrent requests", limits.max_in_flight, 1, RETRY_IN_FLIGHT_S
     missing = limit
@@ -102,11 +106,20 @@ def refusal(limits: Limits, amounts: Amounts, taken: Taken, tenant: str) -> Rate
         missing = -(-(taken.full_us[kind] - taken.now_us) * limit // WINDOW_US)
         retry_s = math.ceil(waits[kind] / 1e3) / 1e3
     return RateLimitError(
-        f"Rate limit reached for {tenant} on {what}: Limit {limit}, Used {missing}, Requested {requested}. "
+        f"Rate limit reached for {owner} on {what}: Limit {limit}, Used {missing}, Requested {requested}. "
         f"Please try again in {retry_s:g}s.",
         name,
         retry_after_s=retry_s,
     )
+
+
+def waits_us(limits: Limits, amounts: Amounts, taken: Taken) -> dict[LimitKind, int]:
+    """Until there is enough of each limit, of those that the request takes something of."""
+    return {
+        kind: wait_us(taken.full_us[kind], taken.now_us, cost, limits.burst_us)
+        for kind, cost in costs(amounts, limits).items()
+        if cost
+    }
 
 
 def _amounts(input_tokens: int, output_tokens: int) -> Amounts:

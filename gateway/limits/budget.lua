@@ -1,10 +1,10 @@
--- One step of a tenant's budget: what was spent is added, what is over is no longer set aside, and a request sets aside
--- what it may cost, if there is money left.
--- KEYS     book (hash: period, spent, aside, of:GATEWAY), held (sorted set: NANO:ID, end in milliseconds)
--- ARGV     now, period, budget or -1, NANO:ID or empty, milliseconds for which it is set aside, gateway, number of its
---          message or 0, spent; then NANO:ID of what is over
--- returns  1 if it was set aside else 0, and spent
-local book, held, now, limit = KEYS[1], KEYS[2], tonumber(ARGV[1]), tonumber(ARGV[3])
+-- One step of budgets of a tenant: what was spent is added, what is over is no longer set aside, and a request sets aside
+-- what it may cost, if there is money left in all of them.
+-- KEYS     of each: book (hash: period, spent, aside, of:GATEWAY), held (sorted set: NANO:ID, end in milliseconds)
+-- ARGV     now, milliseconds for which it is set aside, gateway, NANO:ID or empty; then of each: period, budget or -1,
+--          number of the gateway's message or 0, spent, how many are over, and their NANO:IDs
+-- returns  0 if it was set aside, else the number of one that has nothing left; and what is spent of each
+local now, gateway, take = tonumber(ARGV[1]), 'of:' .. ARGV[3], ARGV[4]
 local function amount(text) -- 0 for what is no amount that a gateway wrote
   local value = tonumber(text or 0)
   return value and value >= 0 and value < 9007199254740992 and value or 0
@@ -12,36 +12,50 @@ end
 local function of(id)
   return amount(string.match(id, '^%d+'))
 end
-local found = redis.call('HMGET', book, 'period', 'spent', 'aside', 'of:' .. ARGV[6])
-local period, spent, aside, last = found[1] or '', amount(found[2]), amount(found[3]), amount(found[4])
-if period < ARGV[2] then -- clocks differ: no period comes back
-  redis.call('DEL', book)
-  period, spent, last = ARGV[2], 0, 0
-end
-for i = 9, #ARGV do
-  if redis.call('ZREM', held, ARGV[i]) == 1 then
-    aside = aside - of(ARGV[i])
+local refused, books, place, answer = 0, {}, 5, {0}
+for number = 1, #KEYS / 2 do
+  local book, held, limit = KEYS[2 * number - 1], KEYS[2 * number], tonumber(ARGV[place + 1])
+  local found = redis.call('HMGET', book, 'period', 'spent', 'aside', gateway)
+  local period, spent, aside, last = found[1] or '', amount(found[2]), amount(found[3]), amount(found[4])
+  if period < ARGV[place] then -- clocks differ: no period comes back
+    redis.call('DEL', book)
+    period, spent, last = ARGV[place], 0, 0
   end
+  local first = place + 5
+  place = first + tonumber(ARGV[place + 4])
+  for i = first, place - 1 do
+    if redis.call('ZREM', held, ARGV[i]) == 1 then
+      aside = aside - of(ARGV[i])
+    end
+  end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', held, '-inf', now, 'LIMIT', 0, 1000)) do
+    redis.call('ZREM', held, id)
+    aside = aside - of(id)
+  end
+  local message = tonumber(ARGV[first - 3])
+  if message > last then
+    spent = spent + tonumber(ARGV[first - 2])
+    redis.call('HSET', book, gateway, ARGV[first - 3])
+  end
+  aside = math.max(0, aside)
+  if limit >= 0 and spent + aside >= limit then
+    refused = number
+  end
+  books[number] = {book = book, held = held, period = period, spent = spent, aside = aside}
 end
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', held, '-inf', now, 'LIMIT', 0, 1000)) do
-  redis.call('ZREM', held, id)
-  aside = aside - of(id)
+answer[1] = refused
+for number, one in ipairs(books) do
+  if refused == 0 and take ~= '' then
+    redis.call('ZADD', one.held, now + tonumber(ARGV[2]), take)
+    redis.call('PEXPIRE', one.held, tonumber(ARGV[2]) + 60000)
+    one.aside = one.aside + of(take)
+  end
+  if redis.call('EXISTS', one.held) == 0 then
+    one.aside = 0
+  end
+  local spent, aside = string.format('%.0f', one.spent), string.format('%.0f', one.aside)
+  redis.call('HSET', one.book, 'period', one.period, 'spent', spent, 'aside', aside)
+  redis.call('EXPIRE', one.book, 2764800) -- 32 days
+  answer[number + 1] = one.spent
 end
-local number = tonumber(ARGV[7])
-if number > last then
-  spent, last = spent + tonumber(ARGV[8]), number
-  redis.call('HSET', book, 'of:' .. ARGV[6], ARGV[7])
-end
-aside = math.max(0, aside)
-local admitted = (limit < 0 or spent + aside < limit) and 1 or 0
-if admitted == 1 and ARGV[4] ~= '' then
-  redis.call('ZADD', held, now + tonumber(ARGV[5]), ARGV[4])
-  redis.call('PEXPIRE', held, tonumber(ARGV[5]) + 60000)
-  aside = aside + of(ARGV[4])
-end
-if redis.call('EXISTS', held) == 0 then
-  aside = 0
-end
-redis.call('HSET', book, 'period', period, 'spent', string.format('%.0f', spent), 'aside', string.format('%.0f', aside))
-redis.call('EXPIRE', book, 2764800) -- 32 days
-return {admitted, spent}
+return answer

@@ -1,7 +1,7 @@
 -- In front of the other scripts.
--- KEYS  buckets (hash: kind, microsecond at which it is full again), flights (sorted set: id, end in microseconds)
+-- KEYS  of each owner, a tenant or a key of it: buckets (hash: kind, microsecond at which it is full again), flights
+--       (sorted set: id, end in microseconds)
 -- ARGV  now in microseconds, or empty for Redis's own clock; then what each script has of its own
-local buckets, flights = KEYS[1], KEYS[2]
 local now = tonumber(ARGV[1])
 if not now then
   local time = redis.call('TIME')

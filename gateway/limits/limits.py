@@ -1,7 +1,8 @@
-"""The limits of tenants: an estimate is reserved before a request is answered, and corrected afterwards.
+"""The limits of tenants and of single keys: an estimate is reserved before a request is answered, and corrected
+afterwards. A request has to fit its tenant's and its key's: all of both is taken at once, or nothing.
 
 Knows no wire format and no Redis: counters.py counts, amounts.py has the amounts, the dialects write the headers. A
-tenant without limits costs nothing; one with limits, a call of the counters before the answer and one after it.
+owner without limits costs nothing; one or both with limits, a call of the counters before the answer and one after it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gateway import tasks
 from gateway.config import LimitSettings, TenantSettings
-from gateway.errors import RateLimitError
-from gateway.limits.amounts import Amounts, Limits, costs, limits_of, refusal, to_set_aside, used
+from gateway.errors import BudgetError, RateLimitError
+from gateway.limits.amounts import Amounts, Limits, costs, limits_of, refusal, to_set_aside, used, waits_us
 from gateway.limits.budgets import Budgets
-from gateway.limits.counters import Counters, SharedCounters, Take, Taken, quiet, room
+from gateway.limits.counters import Costs, Counters, SharedCounters, Take, Taken, quiet, room
 from gateway.limits.holds import Hold
 from gateway.types import LimitKind, Need, Room, Usage
 
@@ -31,23 +32,37 @@ CLOSE_LIMIT_S: Final = 2.0
 
 @dataclass(slots=True)
 class _Account:
-    """A tenant that has limits, as this gateway knows it.
+    """An owner that has limits, as this gateway knows it.
 
     taken       the last answer of its counters
     updated_s   when that was, by the monotonic clock
     flights     leases that this gateway holds for it, and their counters
-    refused     requests since the start, by the limit
     """
 
+    owner: str
     limits: Limits
     taken: Taken = field(default_factory=lambda: Taken(True, 0, {}))
     updated_s: float = 0.0
     flights: dict[str, Counters] = field(default_factory=dict)
-    refused: Counter[str] = field(default_factory=Counter)
+
+
+class _Part(NamedTuple):
+    """What a request takes of one owner."""
+
+    account: _Account
+    limits: Limits
+    amounts: Amounts
+    flight: str | None
+
+    @property
+    def take(self) -> Take:
+        limits = self.limits
+        return Take(costs(self.amounts, limits), self.flight, limits.max_in_flight, limits.burst_us)
 
 
 class TenantLimits:
-    """Limits of [limits] and [[tenants]]. Between `start` and `close` leases are renewed."""
+    """Limits of [limits], [[tenants]] and keys. Owners are names of types.owners_of. Between `start` and `close` leases
+    are renewed."""
 
     def __init__(
         self,
@@ -61,6 +76,7 @@ class TenantLimits:
         self._counters = counters
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
+        self._refused: dict[str, Counter[str]] = {}  # requests since the start, by tenant and limit
         self._gateway = secrets.token_hex(6)
         self._numbers = itertools.count()
         self._started = False
@@ -68,27 +84,41 @@ class TenantLimits:
         self._sending = set[asyncio.Task[None]]()
         self.replace(settings, tenants)
 
-    def replace(self, settings: LimitSettings, tenants: Sequence[TenantSettings]) -> None:
-        """From now on these limits hold. What was set aside for a request is settled by those that it began with."""
+    def replace(
+        self, settings: LimitSettings, tenants: Sequence[TenantSettings], keys: Sequence[TenantSettings] = ()
+    ) -> None:
+        """From now on these limits hold. What was set aside for a request is settled by those that it began with.
+        `keys` are those that have any, as Directory.limited_keys tells them."""
         self._settings = settings
         if self.budgets is not None:
-            self.budgets.replace(tenants)
+            self.budgets.replace((*tenants, *keys))
         old, self._accounts = self._accounts, {}
-        for name, limits in limits_of(settings, tenants):
-            account = self._accounts[name] = old.get(name) or _Account(limits)
+        for owner, limits in limits_of(settings, tenants, keys):
+            account = self._accounts[owner] = old.get(owner) or _Account(owner, limits)
             account.limits = limits
         if self._started:
             self.start()
 
-    def has(self, tenant: str) -> bool:
-        """Whether it has any limit."""
-        return tenant in self._accounts
+    async def refresh(self) -> None:
+        """Learns what all gateways have spent of budgets. Never raises."""
+        if self.budgets is not None:
+            await self.budgets.refresh()
 
-    def rooms(self, tenant: str) -> dict[LimitKind, Room]:
-        """What is left of each limit, by the last answer of the counters and the clock. No I/O."""
-        account = self._accounts.get(tenant)
-        if account is None:
-            return {}
+    def has(self, owner: str) -> bool:
+        """Whether it has any limit."""
+        return owner in self._accounts
+
+    def rooms(self, *owners: str) -> dict[LimitKind, Room]:
+        """What is left of each limit, by the last answer of the counters and the clock; of several owners what the one
+        has that has least. No I/O."""
+        rooms: dict[LimitKind, Room] = {}
+        for owner in owners:
+            if (account := self._accounts.get(owner)) is not None:
+                for kind, one in self._rooms(account).items():
+                    rooms[kind] = min(one, rooms.get(kind, one), key=lambda room: (room.remaining, -room.reset_s))
+        return rooms
+
+    def _rooms(self, account: _Account) -> dict[LimitKind, Room]:
         taken = account.taken
         now_us = taken.now_us + round((self._clock() - account.updated_s) * 1e6)
         limits, full_us = account.limits, taken.full_us
@@ -97,37 +127,59 @@ class TenantLimits:
             for kind, limit in limits.per_minute.items()
         }
 
-    async def set_aside(self, tenant: str, need: Need) -> Hold | None:
-        """Reserves until the hold is settled. None for a tenant without limits. Raises RateLimitError and nothing
-        else: without Redis the counters of this gateway decide."""
-        if (account := self._accounts.get(tenant)) is None:
+    async def set_aside(self, owners: Sequence[str], need: Need) -> Hold | None:
+        """Reserves until the hold is settled, of a tenant and perhaps a key of it. None without limits. Raises
+        RateLimitError and nothing else: without Redis the counters of this gateway decide."""
+        accounts = [account for owner in owners if (account := self._accounts.get(owner)) is not None]
+        if not accounts:
             return None
         try:
-            return await self._set_aside(tenant, account, need)
+            return await self._set_aside(accounts, need)
         except RateLimitError as error:
-            account.refused[error.limit] += 1
+            self._note(owners[0], error)
             raise
 
-    async def set_money_aside(self, tenant: str, model: str, need: Need) -> Hold | None:
-        """As `set_aside`, of its budget, at the price of the online lane. An answer without a maximum is as long as
-        `assumed_completion_tokens`. Raises BudgetError."""
+    async def set_money_aside(
+        self, owners: Sequence[str], model: str, need: Need, *, at_batch_price: bool = False
+    ) -> Hold | None:
+        """As `set_aside`, of their budgets. An answer without a maximum is as long as `assumed_completion_tokens`.
+        Raises BudgetError."""
         if (budgets := self.budgets) is None or not need.generates:
             return None
         each = self._settings.assumed_completion_tokens if need.answer_tokens is None else need.answer_tokens
-        return await budgets.set_aside(tenant, model, need.input_tokens, need.answers * each)
+        outputs = need.answers * each
+        try:
+            return await budgets.set_aside(owners, model, need.input_tokens, outputs, at_batch_price=at_batch_price)
+        except BudgetError as error:
+            self._note(owners[0], error)
+            raise
 
-    async def _set_aside(self, tenant: str, account: _Account, need: Need) -> Hold:
-        limits = account.limits
-        amounts = to_set_aside(need, limits, self._settings)
-        flight = f"{self._gateway}-{next(self._numbers)}" if need.generates and limits.max_in_flight else None
-        take = Take(costs(amounts, limits), flight, limits.max_in_flight, limits.burst_us)
-        taken, counters = await self._counters.take(tenant, take)
-        account.taken, account.updated_s = taken, self._clock()
+    async def _set_aside(self, accounts: Sequence[_Account], need: Need) -> Hold:
+        flight = f"{self._gateway}-{next(self._numbers)}" if need.generates else None
+        parts = [
+            _Part(
+                one,
+                one.limits,
+                to_set_aside(need, one.limits, self._settings),
+                flight if one.limits.max_in_flight else None,
+            )
+            for one in accounts
+        ]
+        first, *more = parts
+        also = (more[0].account.owner, more[0].take) if more else None
+        taken, counters = await self._counters.take(first.account.owner, first.take, also)
+        of_each = (taken, replace(taken, full_us=taken.also_us))
+        for part, its in zip(parts, of_each, strict=False):
+            part.account.taken, part.account.updated_s = its, self._clock()
         if not taken.admitted:
-            raise refusal(limits, amounts, taken, tenant)
-        if flight is not None:
-            account.flights[flight] = counters
-        return Hold(partial(self._settle, tenant, account, limits, counters, amounts, flight))
+            raise _refusal(list(zip(parts, of_each, strict=False)))
+        for part in parts:
+            if part.flight is not None:
+                part.account.flights[part.flight] = counters
+        return Hold(partial(self._settle, parts, counters))
+
+    def _note(self, owner: str, error: RateLimitError) -> None:
+        self._refused.setdefault(_tenant(owner), Counter())[error.limit] += 1
 
     def start(self) -> None:
         self._started = True
@@ -144,50 +196,65 @@ class TenantLimits:
 
     async def renew(self) -> None:
         """Moves the ends of all leases of this gateway on. Never raises."""
-        for tenant, account in self._accounts.items():
+        for owner, account in list(self._accounts.items()):
             for counters in set(account.flights.values()):
                 flights = [flight for flight, counts in account.flights.items() if counts is counters]
-                await quiet(counters.renew(tenant, flights))
+                await quiet(counters.renew(owner, flights))
 
     def figures(self) -> dict[str, Any]:
-        """For /metrics and /admin/stats, as of the last answers of the counters."""
-        figures = {name: self._figures(name) for name in self._accounts}
+        """For /metrics and /admin/stats, as of the last answers of the counters: of tenants, as keys may be many. What
+        a limit of a key refused is among what its tenant was refused."""
+        figures = {name: self._figures(account) for name, account in self._accounts.items() if _tenant(name) == name}
         for name, budget in ({} if self.budgets is None else self.budgets.figures()).items():
             figures.setdefault(name, {"refused": {}})["budget"] = budget
+        for name, refused in self._refused.items():
+            figures.setdefault(name, {})["refused"] = dict(refused)
         return {"tenants": figures}
 
-    def _figures(self, tenant: str) -> dict[str, Any]:
-        account = self._accounts[tenant]
+    def _figures(self, account: _Account) -> dict[str, Any]:
         figures: dict[str, Any] = {
             kind: {"limit": one.limit, "remaining": one.remaining, "reset_s": round(one.reset_s, 3)}
-            for kind, one in self.rooms(tenant).items()
+            for kind, one in self._rooms(account).items()
         }
         if most := account.limits.max_in_flight:
             figures["in_flight"] = {"limit": most, "of_this_gateway": len(account.flights)}
-        return {**figures, "refused": dict(account.refused)}
+        return {**figures, "refused": {}}
 
     async def _renew_always(self) -> None:
         while not tasks.was_cancelled():
             await asyncio.sleep(self._settings.lease_s / 3)
             await self.renew()
 
-    def _settle(
-        self,
-        tenant: str,
-        account: _Account,
-        limits: Limits,
-        counters: Counters,
-        amounts: Amounts,
-        flight: str | None,
-        usage: Usage | None,
-    ) -> None:
-        spent = amounts if usage is None else used(usage, self._settings)
-        before, after = costs(amounts, limits), costs(spent, limits)
-        changes = {kind: cost - after[kind] for kind, cost in before.items() if cost != after[kind]}
-        flights = [] if flight is None else [flight]
-        for one in flights:
-            account.flights.pop(one, None)
-        if changes or flights:
-            sending = tasks.spawn(quiet(counters.give_back(tenant, changes, flights)), name="settle limits")
+    def _settle(self, parts: Sequence[_Part], counters: Counters, usage: Usage | None) -> None:
+        changes, flights = list[tuple[str, Costs]](), dict[str, None]()
+        for account, limits, amounts, flight in parts:
+            spent = amounts if usage is None else used(usage, self._settings)
+            before, after = costs(amounts, limits), costs(spent, limits)
+            own = {kind: cost - after[kind] for kind, cost in before.items() if cost != after[kind]}
+            if flight is not None:
+                account.flights.pop(flight, None)
+                flights[flight] = None
+            if own or flight is not None:
+                changes.append((account.owner, own))
+        if changes:
+            first, also = changes[0], changes[1] if changes[1:] else None
+            sending = tasks.spawn(quiet(counters.give_back(*first, list(flights), also)), name="settle limits")
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
+
+
+def _tenant(owner: str) -> str:
+    return owner.partition("/")[0]
+
+
+def _refusal(asked: Sequence[tuple[_Part, Taken]]) -> RateLimitError:
+    """Of the owner that needs the longer wait, where it is one of time."""
+
+    def wait(one: tuple[_Part, Taken]) -> int:
+        part, taken = one
+        return max(waits_us(part.limits, part.amounts, taken).values(), default=0)
+
+    longest = max(asked, key=wait)
+    part, taken = longest if wait(longest) else asked[longest[1].refused_by]
+    tenant, _, key = part.account.owner.partition("/")
+    return refusal(part.limits, part.amounts, taken, f"the key {key} of {tenant}" if key else tenant)

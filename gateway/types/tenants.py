@@ -57,6 +57,12 @@ class Tenant:
         return Scope(tenant=self.name).salt
 
 
+def owners_of(tenant: str, key: str = "") -> tuple[str, ...]:
+    """Whose limits and budgets a request has to fit, all of them: its tenant's, and those of its key, by the key's id.
+    No name of a tenant has a slash."""
+    return (tenant, f"{tenant}/{key}") if key else (tenant,)
+
+
 LimitKind = Literal["requests", "tokens", "input_tokens", "output_tokens"]
 """What is limited per minute; tokens are those of prompts and completions together."""
 

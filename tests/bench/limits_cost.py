@@ -50,7 +50,7 @@ def limits_of(settings: LimitSettings, redis: Redis | None) -> TenantLimits:
 
 
 async def decide(limits: TenantLimits) -> None:
-    hold = await limits.set_aside(ANONYMOUS, NEED)
+    hold = await limits.set_aside([ANONYMOUS], NEED)
     if hold is not None:
         hold.settle(Usage(900, 20, 800))
     await asyncio.sleep(0)  # who settles gets its turn

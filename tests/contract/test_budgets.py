@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -29,9 +30,17 @@ def tenant(**more: object) -> TenantSettings:
     )
 
 
-def cost(model: str, inputs: int, outputs: int) -> int | None:
-    """One for each token, in rates; `free` has no price."""
-    return None if model == "free" else (inputs + outputs) * NANO * 1_000_000
+class OnePrice:
+    """One for each token, and half of it in batches; `free` has no price."""
+
+    currency = "USD"
+    several_currencies = ""
+
+    def expected(self, model: str, inputs: int, outputs: int, *, at_batch_price: bool) -> int | None:
+        return None if model == "free" else (inputs + outputs) * NANO // (2 if at_batch_price else 1)
+
+
+PRICES = OnePrice()
 
 
 @pytest.fixture
@@ -47,7 +56,7 @@ async def make(request: pytest.FixtureRequest, redis: Redis, clock: Clock) -> As
 
     def build(tenants: Sequence[TenantSettings] = (tenant(),)) -> Budgets:
         if calls is not None or not made:
-            made.append(Budgets(tenants, calls, clock.seconds, cost))
+            made.append(Budgets(tenants, calls, clock.seconds, PRICES))
         return made[-1]
 
     yield build
@@ -56,20 +65,20 @@ async def make(request: pytest.FixtureRequest, redis: Redis, clock: Clock) -> As
 
 
 async def take(budgets: Budgets, tokens: int, model: str = "demo") -> Hold:
-    hold = await budgets.set_aside("north", model, tokens, 0)
+    hold = await budgets.set_aside(["north"], model, tokens, 0)
     assert hold is not None
     return hold
 
 
 async def pay(budgets: Budgets, hold: Hold, money: float) -> None:
     """As at the end of a request: the ledger first."""
-    budgets.spent("north", lambda: round(money * NANO))
+    budgets.spent(["north"], lambda: ("USD", {"cost_nano": round(money * NANO)}))
     hold.settle(None)
     await budgets.close()
 
 
 async def used(budgets: Budgets) -> float:
-    state = await budgets.look("north")
+    (state,) = await budgets.look("north")
     assert state is not None
     return state.used / NANO
 
@@ -134,16 +143,125 @@ async def test_a_soft_budget_refuses_nothing_and_says_what_is_used(make: Make) -
 async def test_without_a_price_or_a_budget_nothing_is_asked_or_priced(make: Make) -> None:
     budgets = make()
     await pay(budgets, await take(budgets, 1), 12)
-    assert await budgets.set_aside("north", "free", 1, 1) is None
-    assert await budgets.set_aside("south", "demo", 1, 1) is None
-    budgets.spent("south", lambda: pytest.fail("priced"))
+    assert await budgets.set_aside(["north"], "free", 1, 1) is None
+    assert await budgets.set_aside(["south"], "demo", 1, 1) is None
+    budgets.spent(["south"], lambda: pytest.fail("priced"))
+
+
+def key(number: int, budget: float, **more: object) -> TenantSettings:
+    return tenant(budget=budget, **more).model_copy(update={"name": f"north/key_{number}"})
+
+
+def of_key(number: int) -> list[str]:
+    return ["north", f"north/key_{number}"]
+
+
+async def test_a_request_has_to_fit_the_budget_of_its_tenant_and_that_of_its_key(make: Make) -> None:
+    tenants = [tenant(), key(1, 4), key(2, 100)]
+    budgets, other = make(tenants), make(tenants)
+    hold = await budgets.set_aside(of_key(1), "demo", 4, 0)
+    assert hold is not None
+    with pytest.raises(BudgetError, match="the budget of the key key_1 of north"):
+        await other.set_aside(of_key(1), "demo", 1, 0)
+    again = await other.set_aside(of_key(2), "demo", 5, 0)
+    assert again is not None, "a request that its key refused has set nothing of the tenant's aside"
+    for one, number, held in ((budgets, 1, hold), (other, 2, again)):
+        one.spent(of_key(number), lambda: ("USD", {"cost_nano": 5 * NANO}))
+        held.settle(None)
+        await one.close()
+    states = await budgets.look("north", "north/key_1", "north/key_2")
+    assert [state.used / NANO for state in states if state] == [10, 5, 5]
+    with pytest.raises(BudgetError, match=r"The budget of north for this day is spent: Limit 10, Used 10\."):
+        await other.set_aside(of_key(2), "demo", 1, 0)
+    assert (budgets.header(*of_key(1)), other.header(*of_key(2))) == (
+        "used=5; limit=4; reset=43200",
+        "used=10; limit=10; reset=43200",
+    )
+    assert list(budgets.figures()) == ["north"], "keys may be too many for metrics"
+
+
+async def test_tenant_and_key_are_asked_in_one_call_and_told_in_one(redis: Redis, clock: Clock) -> None:
+    calls = Counted(redis, LIMIT_S)
+    budgets = Budgets([tenant(), key(1, 4)], calls, clock.seconds, PRICES)
+    hold = await budgets.set_aside(of_key(1), "demo", 1, 0)
+    assert (hold is not None, calls.count) == (True, 1)
+    budgets.spent(of_key(1), lambda: ("USD", {"cost_nano": NANO}))
+    assert hold is not None
+    hold.settle(None)
+    await budgets.close()
+    assert calls.count == 2
+
+
+class Counted(RedisCalls):
+    count = 0
+
+    async def ask_or_skip(self, *args: Any) -> Any:
+        self.count += 1
+        return await super().ask_or_skip(*args)
+
+
+async def test_another_limit_holds_at_once_for_what_was_spent_before(make: Make) -> None:
+    budgets = make()
+    await pay(budgets, await take(budgets, 1), 10)
+    with pytest.raises(BudgetError):
+        await take(budgets, 1)
+    budgets.replace([tenant(budget=11)])
+    await pay(budgets, await take(budgets, 1), 0.5)
+    budgets.replace([tenant(budget=10.5)])
+    with pytest.raises(BudgetError, match=r"Limit 10\.5, Used 10\.5"):
+        await take(budgets, 1)
+    budgets.replace([tenant(budget=10.5, budget_hard=False)])
+    await take(budgets, 1)
+    budgets.replace([tenant(budget=None)])
+    assert await budgets.set_aside(["north"], "demo", 1, 0) is None
+
+
+async def test_a_line_of_a_batch_sets_aside_what_the_batch_lane_costs(make: Make) -> None:
+    budgets, other = make(), make()
+    assert await budgets.set_aside(["north"], "demo", 18, 0, at_batch_price=True) is not None
+    await take(other, 2)  # 9 of 10 are set aside, and not 18
+    with pytest.raises(BudgetError, match="in flight"):
+        await take(budgets, 1)
+
+
+async def test_pages_learn_what_other_gateways_have_spent(make: Make, clock: Clock) -> None:
+    tenants = [tenant(), key(1, 4), tenant(budget_period="month").model_copy(update={"name": "south"})]
+    one, other = make(tenants), make(tenants)
+    one.spent(of_key(1), lambda: ("USD", {"cost_nano": 3 * NANO}))
+    await one.close()
+    clock.pass_s(3)
+    await other.refresh()
+    for budgets in (one, other):
+        assert budgets.figures()["north"]["remaining"] == 7
+        assert budgets.figures()["south"]["remaining"] == 10
+        state = budgets.state("north/key_1")
+        assert state is not None
+        assert (state.used, state.currency) == (3 * NANO, "USD")
+
+
+async def test_money_of_another_currency_is_not_added(make: Make) -> None:
+    budgets = make()
+    budgets.spent(["north"], lambda: ("EUR", {"cost_nano": 10 * NANO}))
+    budgets.spent(["north"], lambda: ("", {}))
+    await pay(budgets, await take(budgets, 1), 3)
+    assert await used(budgets) == 3
+
+
+async def test_prices_in_another_currency_begin_another_book(redis: Redis, clock: Clock) -> None:
+    prices = OnePrice()
+    budgets = Budgets([tenant()], RedisCalls(redis, LIMIT_S), clock.seconds, prices)
+    await pay(budgets, await take(budgets, 1), 10)
+    prices.currency = "EUR"
+    budgets.replace([tenant()])
+    await take(budgets, 1)
+    assert await used(budgets) == 0
 
 
 async def test_without_redis_counting_goes_on_and_redis_learns_it_once(own_redis: RedisProcess, clock: Clock) -> None:
     client = connect(own_redis.url, 5.0)
     try:
         calls = RedisCalls(client, 5.0, RedisBreaker(retry_s=1.0, clock=clock.seconds))
-        budgets = Budgets([tenant()], calls, clock.seconds, cost)
+        budgets = Budgets([tenant()], calls, clock.seconds, PRICES)
         begun = await take(budgets, 1)
         await pay(budgets, await take(budgets, 1), 3)
         own_redis.kill()
@@ -157,7 +275,7 @@ async def test_without_redis_counting_goes_on_and_redis_learns_it_once(own_redis
         own_redis.start()
         clock.pass_s(2)
         await pay(budgets, await take(budgets, 1), 0.5)
-        other = Budgets([tenant()], RedisCalls(client, 5.0), clock.seconds, cost)
+        other = Budgets([tenant()], RedisCalls(client, 5.0), clock.seconds, PRICES)
         assert await used(other) == await used(budgets) >= 6.5
     finally:
         await close(client)

@@ -131,7 +131,7 @@ async def test_what_a_newer_gateway_counts_is_left_alone(redis_url: str) -> None
     redis: Redis = connect(redis_url, LIMIT_S)
     book = RedisBook(RedisCalls(redis, LIMIT_S))
     await book.add("1", [(ROW, {"requests": 1, "of_tomorrow": 3})])
-    await redis.hset("kvasir:{ledger}:2026-11-22", "a|b|c|d|e|requests", "1")  # type: ignore[misc]
+    await redis.hset("kvasir:{ledger}:2026-11-22", "a|b|c|d|e|f|requests", "1")  # type: ignore[misc]
     assert await book.read(ROW.day, ROW.day) == {ROW: {"requests": 1}}
     await close(redis)
 

@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.errors import RedisDownError
+from gateway.limits import counters as counters_module
 from gateway.limits.counters import (
     WINDOW_US,
     Counters,
@@ -16,6 +17,7 @@ from gateway.limits.counters import (
     RedisCounters,
     SharedCounters,
     Take,
+    Taken,
     cost_us,
     room,
     wait_us,
@@ -170,6 +172,38 @@ async def test_of_many_that_come_at_once_no_more_are_let_in_than_may(counters: C
     assert sum(taken.admitted for taken in await asyncio.gather(*asked)) == 5
 
 
+async def test_of_a_tenant_and_its_key_all_is_taken_or_nothing(counters: Counters) -> None:
+    async def take(key: str, flight: str | None = None) -> Taken:
+        of_tenant, of_key = Take({"requests": cost_us(1, 60)}, flight, 9), Take({"requests": cost_us(1, 2)}, flight, 1)
+        return await counters.take("north", of_tenant, (f"north/{key}", of_key))
+
+    assert [(await take("key_1")).admitted for _ in range(2)] == [True, True]
+    refused = await take("key_1")
+    assert (refused.admitted, refused.refused_by) == (False, 1)
+    assert room(60, refused.full_us["requests"], refused.now_us).remaining == 58, "nothing of the tenant's"
+    assert room(2, refused.also_us["requests"], refused.now_us).remaining == 0
+    assert [(await take("key_2", flight)).admitted for flight in ("a", "b")] == [True, False]
+    await counters.give_back("north", {"requests": cost_us(1, 60)}, ["a"], ("north/key_2", {}))
+    taken = await take("key_2", "b")
+    assert taken.admitted, "the place of its key is free again"
+    assert room(60, taken.full_us["requests"], taken.now_us).remaining == 57
+    assert (await counters.take("north", requests(57))).admitted
+    of_key = await take("key_3")
+    assert (of_key.admitted, of_key.refused_by) == (False, 0)
+    assert room(2, of_key.also_us["requests"], of_key.now_us).remaining == 2
+
+
+async def test_memory_forgets_owners_that_nothing_is_missing_of(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    monkeypatch.setattr(counters_module, "MAX_OWNERS", 3)
+    counters = MemoryCounters(lease_s=LEASE_S, now_us=clock)
+    for name in "abc":
+        await counters.take(name, requests(60 if name == "b" else 1))
+    clock.pass_s(2)
+    await counters.take("d", requests(1))
+    assert list(counters._owners) == ["b", "d"]
+    assert not (await counters.take("b", requests(60))).admitted
+
+
 async def test_redis_and_its_twin_say_the_same(redis: Redis, clock: Clock) -> None:
     """Random requests, ends and pauses, with limits from one per minute to more than the clock can tell apart."""
     twins: tuple[Counters, Counters] = (
@@ -190,7 +224,7 @@ async def test_redis_and_its_twin_say_the_same(redis: Redis, clock: Clock) -> No
                 changes = {kind: cost * chance.choice((-1, 1)) for kind, cost in asked.items()}
                 ended = [str(chance.randrange(number + 1)) for _ in range(chance.randrange(3))]
                 for twin in twins:
-                    await twin.give_back("north", changes, ended)
+                    await twin.give_back("north", changes, ended, ("north/key", changes) if number % 2 else None)
             case 1:
                 names = [str(max(0, number - chance.randrange(20))) for _ in range(3)]
                 for twin in twins:
@@ -198,7 +232,8 @@ async def test_redis_and_its_twin_say_the_same(redis: Redis, clock: Clock) -> No
             case _:
                 lease = str(number) if chance.random() < 0.7 else None
                 take = Take(asked, lease, chance.randrange(1, 6), chance.choice((WINDOW_US, 10**6, 1)))
-                one, other = [await twin.take("north", take) for twin in twins]
+                also = ("north/key", Take(asked, lease, 2, take.burst_us)) if chance.random() < 0.5 else None
+                one, other = [await twin.take("north", take, also) for twin in twins]
                 assert one == other, number
 
 

@@ -246,7 +246,7 @@ def make_app(
     limits = given.limits = given.limits or limits_of(given)
     prices = Prices(given.prices, given.batches.price)
     if limits.budgets is None:
-        limits.budgets = Budgets(given.tenants, given.budget_calls, given.now, prices.estimate)
+        limits.budgets = Budgets(given.tenants, given.budget_calls, given.now, prices)
     spent = limits.budgets.spent
     ledger = given.ledger or Ledger(LedgerSettings(), prices, MemoryBook(), given.now, history.add_rows, spent)
     upstreams = upstreams or Upstreams(given.upstreams, {})
@@ -311,7 +311,7 @@ def make_app(
 
     def use() -> None:
         tenants = directory.tenants()
-        limits.replace(given.limited, tenants)
+        limits.replace(given.limited, tenants, directory.limited_keys())
         app[USE](settings.model_copy(update={"tenants": tenants}))
 
     directory.on_change = use

@@ -106,6 +106,7 @@ async def whole(
             if gateway.exporter is not None:
                 await gateway.exporter.close()
             await gateway.registry.stop()
+            await gateway.limits.close()
             await gateway.upstreams.close()
             await gateway.index.close()
             gateway.prompts.close()

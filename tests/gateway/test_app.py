@@ -226,9 +226,9 @@ async def test_gateways_on_one_redis_share_the_limits_of_tenants(redis_url: str)
     gateways = [Gateway(settings, redis, redis_url) for _ in range(2)]
     try:
         for gateway in gateways:
-            assert await gateway.limits.set_aside(ANONYMOUS, Need()) is not None
+            assert await gateway.limits.set_aside([ANONYMOUS], Need()) is not None
         with pytest.raises(RateLimitError, match="concurrent requests: Limit 2, Used 2"):
-            await gateways[0].limits.set_aside(ANONYMOUS, Need())
+            await gateways[0].limits.set_aside([ANONYMOUS], Need())
     finally:
         for gateway in gateways:
             await gateway.limits.close()

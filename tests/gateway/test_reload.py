@@ -232,6 +232,28 @@ BROKEN = {
 }
 
 
+async def test_a_budget_changes_and_prices_that_it_could_not_add_up_are_refused(tmp_path: Path) -> None:
+    async with running(tmp_path) as gateway:
+        price = "\n[[prices]]\nmodel = 'demo'\ninput = 1_000_000\noutput = 1_000_000"
+
+        async def statuses(budget: float) -> list[int]:
+            await gateway.change(tenant("south", "south-key-1", budget=budget) + price)
+            return [await gateway.ask(key="south-key-1") for _ in range(2)]
+
+        assert await statuses(1) == [200, 429]
+        assert await statuses(1000) == [200, 200]
+        assert await statuses(2) == [429, 429]
+        await gateway.change(tenant("south", "south-key-1") + price)
+        assert await gateway.ask(key="south-key-1") == 200
+        await gateway.whole.gateway.directory.make_key("south", "laptop", None, (), {"budget": 5.0})
+        both = price + price.replace("demo", "other") + "\ncurrency = 'EUR'"
+        gateway.file.write_text(gateway.base + tenant("south", "south-key-1") + both)
+        status, answer = await gateway.admin("POST", "/admin/reload")
+        assert status == 400
+        assert "budgets of tenants or keys made at run time cannot add up EUR, USD" in answer["error"]["message"]
+        assert [one.model for one in gateway.whole.gateway.settings.prices] == ["demo"]
+
+
 async def test_settings_that_cannot_be_used_change_nothing_and_say_why(tmp_path: Path) -> None:
     async with running(tmp_path) as gateway:
         for why, text in BROKEN.items():

@@ -98,6 +98,7 @@ class MessageBatches:
                 dialect=ANTHROPIC.name,
                 endpoint=ENDPOINT,
                 namespace=http[RECORD].namespace or None,
+                key=http[RECORD].key,
                 metadata={"version": version, "betas": _betas(http)},
                 counts=Counts(splitter.num_requests),
             )

@@ -60,6 +60,7 @@ class Job:
     endpoint        the path that its lines are for
     expires_s       lines that have not begun by then never will
     namespace       that the client requested with its header, if any
+    key             id of the key that it came with, where an admin made it
     metadata        the dialect's own: anything that is JSON
     in_files        its results become files of the tenant; else they are read with BatchStore.results
     output_ttl_s    of these files; None: as long as files of batches are kept
@@ -81,6 +82,7 @@ class Job:
     created_s: float = 0.0
     expires_s: float = 0.0
     namespace: str | None = None
+    key: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     in_files: bool = False
     output_ttl_s: float | None = None

@@ -489,6 +489,7 @@ rows = st.dictionaries(
         st.sampled_from("mn"),
         st.sampled_from(["online", "batch"]),
         st.sampled_from(["USD", "EUR", ""]),
+        st.sampled_from(["", "key_1", "key_2"]),
     ),
     st.dictionaries(st.sampled_from(COLUMNS), st.integers(0, 2**52), max_size=6),
     max_size=12,
@@ -557,7 +558,7 @@ def test_no_name_is_a_formula_of_a_spreadsheet() -> None:
 
 def test_an_empty_ledger_has_a_heading_and_no_line() -> None:
     heading = as_csv({}, GROUPS)
-    assert heading.startswith("day,tenant,model,lane,currency,requests,unpriced_requests,prompt_tokens,")
+    assert heading.startswith("day,tenant,model,lane,key,currency,requests,unpriced_requests,prompt_tokens,")
     assert heading.count("\n") == 1
     told = report({}, GROUPS)
     assert (told["rows"], told["total"]["used"]["cost"]) == ([], None)

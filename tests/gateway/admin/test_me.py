@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import orjson
 
-from gateway.config import AuthSettings, LedgerSettings, TenantSettings
+from gateway.config import AuthSettings, LedgerSettings, PriceSettings, TenantSettings
 from gateway.ledger.base import Entry
 from gateway.ledger.books import MemoryBook
 from gateway.ledger.ledger import Ledger
@@ -24,6 +25,8 @@ KEYS: dict[str, Any] = {
 }
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 DAY = 86_400.0
+PRICES = (PriceSettings(model="demo", currency="EUR", input=Decimal(10**6), output=Decimal(10**6)),)
+"""One for each token."""
 
 
 async def me(gateway: Gateway, key: str) -> Any:
@@ -46,7 +49,9 @@ async def test_a_key_says_what_it_is_for_what_is_left_and_what_its_tenant_has_us
         assert (await gateway.post("/v1/chat/completions", ASK, headers={"Authorization": f"Bearer {NORTH}"}))[0] == 200
         mine = await me(gateway, made["key"])
         assert mine["tenant"] == "north"
-        assert mine["key"] == {"id": made["id"], "name": "laptop", "expires_s": body["expires_s"]}
+        named = {name: mine["key"][name] for name in ("id", "name", "expires_s")}
+        assert named == {"id": made["id"], "name": "laptop", "expires_s": body["expires_s"]}
+        assert (mine["key"]["limits"], mine["key"]["budget"], mine["key"]["month"]["requests"]) == ({}, None, 0)
         assert mine["models"] == [["demo"]]
         assert (mine["limits"]["requests"]["limit"], mine["limits"]["requests"]["remaining"]) == (10, 9)
         assert mine["month"]["requests"] - mine["today"]["requests"] == 1
@@ -57,3 +62,26 @@ async def test_a_key_says_what_it_is_for_what_is_left_and_what_its_tenant_has_us
         assert "north" not in str(theirs)
         assert (await gateway.get("/v1/me", ADMIN))[0] == 403
         assert (await gateway.get("/v1/me"))[0] == 401
+
+
+async def test_a_key_says_what_it_has_used_itself_and_what_is_left_of_its_own_limits() -> None:
+    clock = Clock(1_700_000_000.0)
+    async with running(**KEYS, now=clock, prices=PRICES) as gateway:
+        body = {"tenant": "north", "name": "laptop", "requests_per_minute": 5, "budget": 500, "budget_period": "day"}
+        _, made, _ = await gateway.post("/admin/keys", body, headers={"Authorization": f"Bearer {ADMIN}"})
+        for key in (NORTH, made["key"], made["key"]):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await gateway.post("/v1/chat/completions", ASK, headers=headers))[0] == 200
+        mine = await me(gateway, made["key"])
+        assert mine["limits"]["requests"]["remaining"] == 7
+        assert (mine["budget"], mine["month"]["requests"]) == (None, 3)
+        own = mine["key"]
+        assert (own["limits"]["requests"]["limit"], own["limits"]["requests"]["remaining"]) == (5, 3)
+        assert (own["today"]["requests"], own["month"]["requests"]) == (2, 2)
+        assert own["month"]["used"]["cost"] == {"EUR": own["budget"]["used"]}
+        assert int(own["budget"]["used"]) > 0
+        assert int(own["budget"]["used"]) + int(own["budget"]["left"]) == 500
+        assert (own["budget"]["limit"], own["budget"]["currency"], own["budget"]["period"]) == ("500", "EUR", "day")
+        assert (await me(gateway, NORTH))["key"] is None
+        _, ledger, _ = await gateway.get("/admin/ledger?group_by=key", ADMIN)
+        assert [(row["key"], row["requests"]) for row in orjson.loads(ledger)["rows"]] == [("", 1), (made["id"], 2)]

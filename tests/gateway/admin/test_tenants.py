@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from typing import Any
 
@@ -15,8 +16,9 @@ from gateway.config import AuthSettings, TenantSettings
 from gateway.errors import ForbiddenError, UnauthorizedError
 from gateway.issued.directory import Directory
 from tests.fakes.clock import Clock
-from tests.fakes.gateway import Gateway, running
+from tests.fakes.gateway import LIMIT_S, Gateway, running
 from tests.fakes.issued import MemoryIssued
+from tests.fakes.pipeline import FakePipeline
 
 ADMIN, NORTH = "admin-key-1234", "north-key-1234"
 KEYS: dict[str, Any] = {
@@ -84,6 +86,46 @@ async def test_limits_of_a_tenant_hold_and_change() -> None:
         assert await ask(gateway, key) == 200
 
 
+async def test_limits_of_a_key_hold_beside_its_tenants_and_change() -> None:
+    async with running(**KEYS) as gateway:
+        await make(gateway, "tenants", {"name": "south", "requests_per_minute": 4})
+        one = await make(gateway, "keys", {"tenant": "south", "name": "laptop", "requests_per_minute": 2})
+        other = await make(gateway, "keys", {"tenant": "south", "name": "ci"})
+        assert [await ask(gateway, one["key"]) for _ in range(3)] == [200, 200, 429]
+        status, answer, headers = await gateway.post("/v1/chat/completions", ASK, headers=bearer(one["key"]))
+        assert f"Rate limit reached for the key {one['id']} of south on requests per min" in answer["error"]["message"]
+        assert (headers["x-ratelimit-limit-requests"], headers["Retry-After"]) == ("2", "30")
+        path = f"/admin/keys/{one['id']}"
+        status, changed = await send(
+            gateway, "PATCH", path, {"requests_per_minute": 0, "max_in_flight": 9, "name": "desk"}
+        )
+        assert (status, changed["requests_per_minute"], changed["name"]) == (200, 0, "desk")
+        assert [await ask(gateway, one["key"]) for _ in range(2)] == [200, 200], "nothing was kept of what was refused"
+        status, answer, headers = await gateway.post("/v1/chat/completions", ASK, headers=bearer(one["key"]))
+        assert (status, headers["x-ratelimit-limit-requests"]) == (429, "4")
+        assert "Rate limit reached for south on" in answer["error"]["message"]
+        assert await ask(gateway, other["key"]) == 429
+        assert await ask(gateway, NORTH) == 200
+        _, stats = await send(gateway, "GET", "/admin/stats")
+        assert stats["limits"]["tenants"]["south"]["refused"] == {"requests": 4}
+        assert set(stats["limits"]["tenants"]) == {"south"}
+        status, changed = await send(gateway, "PATCH", path, {"requests_per_minute": None})
+        assert (status, "requests_per_minute" in changed, changed["max_in_flight"]) == (200, False, 9)
+
+
+async def test_requests_in_flight_of_a_key_are_limited_and_end() -> None:
+    pipeline = FakePipeline(hold_after=asyncio.Event())
+    async with running(pipeline, **KEYS) as gateway:
+        made = await make(gateway, "keys", {"tenant": "north", "name": "laptop", "max_in_flight": 1})
+        first = asyncio.create_task(ask(gateway, made["key"]))
+        await asyncio.wait_for(pipeline.reached.wait(), LIMIT_S)
+        assert await ask(gateway, made["key"]) == 429
+        pipeline.hold_after.set()
+        assert await first == 200
+        await gateway.limits.close()
+        assert await ask(gateway, made["key"]) == 200
+
+
 async def test_only_allowed_models_are_listed_and_answered() -> None:
     async with running(**KEYS) as gateway:
         await make(gateway, "tenants", {"name": "south", "models": ["demo", "gpt-*"]})
@@ -127,6 +169,22 @@ async def test_the_files_tenants_stay_and_bad_requests_say_where() -> None:
             ({"name": "a", "keys": ["mine-mine-mine"]}, "keys"),
         ):
             assert (await make(gateway, "tenants", body, 400))["error"]["param"] == param
+        made = await make(gateway, "keys", {"tenant": "north", "name": "laptop", "budget": 1})
+        path = f"/admin/keys/{made['id']}"
+        for change, param in (
+            ({"budget": 0}, "budget"),
+            ({"budget_period": "week"}, "budget_period"),
+            ({"max_in_flight": -1}, "max_in_flight"),
+            ({"weight": 2}, "weight"),
+            ({"tenant": "south"}, "tenant"),
+            ({"name": None}, "name"),
+            ({"expires_s": 1}, "expires_s"),
+        ):
+            status, answer = await send(gateway, "PATCH", path, change)
+            assert (status, answer["error"]["param"]) == (400, param)
+        assert (await send(gateway, "PATCH", "/admin/keys/key_none", {"budget": 1}))[0] == 404
+        _, listed = await send(gateway, "GET", "/admin/keys")
+        assert [(one["id"], one["budget"]) for one in listed["keys"]] == [(made["id"], 1)]
         await make(gateway, "keys", {"tenant": "nobody", "name": "laptop"}, 404)
     async with running(auth=KEYS["auth"]) as gateway:
         await make(gateway, "tenants", {"name": "south"}, 409)

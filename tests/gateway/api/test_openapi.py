@@ -84,16 +84,17 @@ def test_an_example_fits_what_the_document_says_of_it(name: str, route: Route) -
 
 
 async def existing(gateway: Gateway, route: Route, headers: Mapping[str, str]) -> str:
-    """The route's path with names of what is there: `{name}` is first made, as the example of its collection says."""
+    """The route's path with names of what is there: `{name}`, or a key's `{id}`, is first made, as the example of its
+    collection says."""
     embeds = "mbedContent" in route.path
     path = template(route.path).replace("{model}", "all-MiniLM-L6-v2" if embeds else "demo")
-    if not path.endswith("/{name}"):
+    collection, _, part = path.rpartition("/")
+    if part != "{name}" and path != "/admin/keys/{id}":
         return path
-    collection = path.removesuffix("/{name}")
     (example,) = [one.example for _, one in WITH_BODY if (one.method, template(one.path)) == ("POST", collection)]
     status, made, _ = await gateway.post(collection, example, headers=headers)
     assert status in (200, 201), made
-    return f"{collection}/{made['name'].rpartition('/')[2]}"
+    return f"{collection}/{made['name' if part == '{name}' else 'id'].rpartition('/')[2]}"
 
 
 @pytest.mark.parametrize(("name", "route"), WITH_BODY, ids=title)

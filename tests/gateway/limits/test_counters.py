@@ -23,7 +23,7 @@ async def admitted(limits: TenantLimits, most: int = 1000) -> int:
     """How many requests are let in, one after the other."""
     for number in range(most):
         try:
-            await limits.set_aside(ANONYMOUS, Need())
+            await limits.set_aside([ANONYMOUS], Need())
         except RateLimitError:
             return number
     return most
@@ -82,16 +82,16 @@ async def test_what_was_set_aside_before_an_outage_may_end_during_it(own_redis: 
     clock, redis = Clock(), connect(own_redis.url, LIMIT_S)
     limits = tenant_limits(clock, redis=redis, max_in_flight=1, tokens_per_minute=100)
     try:
-        before = await limits.set_aside(ANONYMOUS, Need(10))
+        before = await limits.set_aside([ANONYMOUS], Need(10))
         own_redis.kill()
-        during = await limits.set_aside(ANONYMOUS, Need(10))
+        during = await limits.set_aside([ANONYMOUS], Need(10))
         assert before is not None
         assert during is not None
         before.settle(Usage(5, 0))
         during.settle(Usage(5, 0))
         await limits.renew()
         await limits.close()
-        assert await limits.set_aside(ANONYMOUS, Need(10)) is not None
+        assert await limits.set_aside([ANONYMOUS], Need(10)) is not None
     finally:
         await redis.aclose()
 
@@ -104,8 +104,8 @@ class Slow(MemoryCounters):
         self.late = False
         self.let = asyncio.Event()
 
-    async def take(self, tenant: str, take: Take) -> Taken:
-        taken = await super().take(tenant, take)
+    async def take(self, owner: str, take: Take, also: tuple[str, Take] | None = None) -> Taken:
+        taken = await super().take(owner, take, also)
         if self.late:
             self.late = False
             raise RedisDownError("too late")
@@ -119,7 +119,7 @@ async def test_a_lease_that_redis_gave_too_late_is_given_back_if_it_answers() ->
     slow.let.set()
     slow.late = True
     limits = tenant_limits(clock, redis=slow, max_in_flight=1)
-    assert await limits.set_aside(ANONYMOUS, Need()) is not None, "memory let it in"
+    assert await limits.set_aside([ANONYMOUS], Need()) is not None, "memory let it in"
     await until(lambda: not slow._counted(ANONYMOUS).ends_us)
     assert await admitted(limits) == 1
 
@@ -127,7 +127,7 @@ async def test_a_lease_that_redis_gave_too_late_is_given_back_if_it_answers() ->
 async def test_a_client_that_leaves_while_redis_is_asked_leaves_no_place_taken() -> None:
     slow = Slow(Clock())
     limits = tenant_limits(Clock(), redis=slow, max_in_flight=1)
-    leaving = asyncio.ensure_future(limits.set_aside(ANONYMOUS, Need()))
+    leaving = asyncio.ensure_future(limits.set_aside([ANONYMOUS], Need()))
     await until(lambda: bool(slow._counted(ANONYMOUS).ends_us))
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -142,7 +142,7 @@ async def test_closing_waits_until_a_lease_that_no_request_holds_is_given_back()
     slow.let.set()
     slow.late = True
     limits = tenant_limits(Clock(), redis=slow, max_in_flight=1)
-    await limits.set_aside(ANONYMOUS, Need())
+    await limits.set_aside([ANONYMOUS], Need())
     assert slow._counted(ANONYMOUS).ends_us
     await limits.close()
     assert not slow._counted(ANONYMOUS).ends_us

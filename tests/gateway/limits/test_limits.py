@@ -24,7 +24,7 @@ NOTHING = Usage(0, 0)
 
 
 async def ask(limits: TenantLimits, need: Need, tenant: str = ANONYMOUS) -> Hold:
-    hold = await limits.set_aside(tenant, need)
+    hold = await limits.set_aside([tenant], need)
     assert isinstance(hold, Hold)
     return hold
 
@@ -38,7 +38,7 @@ async def end(limits: TenantLimits, hold: Hold, usage: Usage | None = NOTHING) -
 async def waited(limits: TenantLimits, need: Need) -> float | None:
     """Seconds that a request is told to wait for; None, and its hold goes on, when it was let in."""
     try:
-        await limits.set_aside(ANONYMOUS, need)
+        await limits.set_aside([ANONYMOUS], need)
     except RateLimitError as refused:
         return refused.retry_after_s or 0.0
     return None
@@ -51,7 +51,7 @@ def tokens(amount: int) -> Need:
 async def test_a_tenant_without_limits_asks_nobody() -> None:
     limits = tenant_limits(Clock(), tenants=[TenantSettings(name="north", keys=("a-key-of-north",))])
     assert not limits.has("north")
-    assert await limits.set_aside("north", tokens(10**9)) is None
+    assert await limits.set_aside(["north"], tokens(10**9)) is None
     assert limits.rooms("north") == {}
 
 

@@ -128,6 +128,7 @@ class OpenAIBatches:
             dialect=OPENAI.name,
             endpoint=values["endpoint"],
             namespace=http[RECORD].namespace or None,
+            key=http[RECORD].key,
             metadata=values.get("metadata", {}),
             in_files=True,
             output_ttl_s=values.get("output_expires_after"),
