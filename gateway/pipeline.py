@@ -121,7 +121,9 @@ class Pipeline:
         request.trace.prompt_tokens = prompt.num_tokens
         request.trace.tokenized_tokens = prompt.new_tokens
 
-        sequence = RunningSequence(self._prompts, self._key_misses, self._receipts, request, prompt, sampling)
+        sequence = RunningSequence(
+            self._prompts, self._key_misses, self._receipts, self._index.lost, request, prompt, sampling
+        )
         losses = _Losses()
         for attempt in range(1, MAX_ATTEMPTS + 1):
             engine: Engine | None = None

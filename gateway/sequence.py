@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.protocol import Hello, Sampling, SequenceUpdate, TokenLogprobs
@@ -17,7 +17,7 @@ from gateway.errors import BadRequestError, EngineFailedError, KvasirError
 from gateway.metering import KeyMisses, meter_cached, meter_start
 from gateway.receipts import Receipts
 from gateway.stages import Engine, Prompts, Reader
-from gateway.types import Candidate, EncodedPrompt, Event, Finished, FinishReason, Request, Started
+from gateway.types import Candidate, EncodedPrompt, Event, Finished, FinishReason, Lost, Request, Started
 
 
 class RunningSequence:
@@ -28,6 +28,7 @@ class RunningSequence:
         prompts: Prompts,
         key_misses: KeyMisses,
         receipts: Receipts,
+        find_lost: Callable[[str, bytes, int], Lost | None],
         request: Request,
         prompt: EncodedPrompt,
         sampling: Sampling,
@@ -35,6 +36,7 @@ class RunningSequence:
         self.prompt, self.sampling = prompt, sampling
         self.ended = False
         self._prompts, self._key_misses, self._receipts = prompts, key_misses, receipts
+        self._find_lost = find_lost
         self._request = request
         self._own_prompt, self._own_sampling = prompt, sampling  # the request's
         self._engine: Engine | None = None
@@ -156,6 +158,10 @@ class RunningSequence:
             return
         self._is_metered = True
         self._key_misses.look(request, self._own_prompt)
+        prompt, held = self._own_prompt, update.cached_tokens
+        if self._engine.reused(prompt.num_tokens, prompt.num_tokens) > held:
+            blocks = held // self._hello.namespace.block_size
+            trace.lost = self._find_lost(self._hello.incarnation, prompt.digests, blocks)
         if trace.predicted_tokens is not None:
             incarnation = self._hello.incarnation
             self._receipts.note(

@@ -7,7 +7,18 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from engine.protocol import Hello, Load, Sampling, SequenceUpdate, TokenLogprobs
-from gateway.types import Ask, CallDelta, Constraint, EncodedPrompt, Event, Request, ScoredToken, TextDelta, TokenPrompt
+from gateway.types import (
+    Ask,
+    CallDelta,
+    Constraint,
+    EncodedPrompt,
+    Event,
+    Lost,
+    Request,
+    ScoredToken,
+    TextDelta,
+    TokenPrompt,
+)
 
 
 class Responses(Protocol):
@@ -90,6 +101,10 @@ class Index(Protocol):
     def recall(self, incarnation: str, digests: bytes) -> int | None:
         """The same of one engine without waiting, as this gateway's own memory has it; None: that has nothing of the
         engine."""
+        ...
+
+    def lost(self, incarnation: str, digests: bytes, held: int) -> Lost | None:
+        """What became of the block behind the first `held` ones of a prompt, where the engine had it."""
         ...
 
 

@@ -45,6 +45,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefixes = Prefixes(num_blocks, block_size)
+        self.taken: dict[bytes, tuple[str, str]] = {}  # evicted digest -> tenant and request that needed its place
         self.evictions = 0  # blocks given up since the start, for others or because of their age
         self.policy: EvictionPolicy = LeastRecentlyUsed(num_blocks) if policy is None else policy
 
@@ -111,10 +112,11 @@ class BlockPool:
                     self.policy.touch(block)
                 self._unpin(block)
 
-    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+    def allocate(self, count: int, after: int | None = None, taker: tuple[str, str] | None = None) -> list[int] | None:
         """`count` private blocks with one reference each, or None and no change when there are not that many.
 
         after  the last block of the sequence that grows: ids right behind it are preferred
+        taker  its tenant and request, which what is evicted for it is put down to in `taken`
         The blocks hold what their last owner left in them: zero them before they are written (Step.fresh_blocks).
         Evicts cached leaves as far as needed.
         """
@@ -125,7 +127,7 @@ class BlockPool:
             spare = len(self._free) + short - count
             ahead = max(0, min(EVICT_AHEAD, self.num_blocks // SPARE_SHARE - spare))
             for _ in range(min(short + ahead, self._num_evictable)):
-                self.evict()
+                self.evict(taker)
         blocks = self._free.take(count, after)
         for block in blocks:
             self._refs[block] = 1
@@ -133,9 +135,11 @@ class BlockPool:
         self._num_live += count
         return blocks
 
-    def evict(self) -> None:
+    def evict(self, taker: tuple[str, str] | None = None) -> None:
         """Gives up the next cached leaf. There must be one."""
         block = self.policy.pop()
+        if taker is not None and (digest := self._digest[block]) is not None:
+            self.taken[digest] = taker
         self._num_evictable -= 1
         self.evictions += 1
         self._unregister(block)

@@ -252,6 +252,14 @@ class Hello:
         return cls(namespace=namespace, eos_ids=tuple(data.pop("eos_ids")), **data)
 
 
+class Taker(NamedTuple):
+    """Whose request needed the place of so many blocks; empty where that is not known, or where it was none."""
+
+    blocks: int
+    tenant: str = ""
+    request_id: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockEvents:
     """Blocks that can be hit from now on, and blocks that cannot any more. `reset` starts from an empty table.
@@ -262,6 +270,7 @@ class BlockEvents:
     removed: bytes = b""  # packed digests, children before parents
     reset: bool = False
     tier: Tier = "device"  # of everything in `stored`
+    takers: tuple[Taker, ...] = ()  # of `removed`, one run behind the other, all of it or nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from engine.protocol.values import (
     SequenceUpdate,
     StepFrame,
     Submit,
+    Taker,
     TokenLogprobs,
 )
 
@@ -92,6 +93,8 @@ def encode(message: GatewayMessage | EngineMessage) -> bytes:
             return _encode_step(message)
         case BlockEvents():
             header = {"op": "blocks", "stored": len(message.stored), "reset": message.reset, "tier": message.tier}
+            if message.takers:
+                header["takers"] = [list(taker) for taker in message.takers]
             return _join(header, message.stored, message.removed)
         case Hello():
             return _join({"op": "hello", **message.to_json()})
@@ -132,7 +135,9 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
                 tier = header["tier"]
                 if tier not in TIER_CODES:
                     raise ProtocolError(f"there is no tier {tier!r}")
-                return BlockEvents(stored=payload[:cut], removed=payload[cut:], reset=header["reset"], tier=tier)
+                stored, removed = payload[:cut], payload[cut:]
+                takers = _takers(header.get("takers", ()), len(removed) // DIGEST_BYTES)
+                return BlockEvents(stored, removed, reset=header["reset"], tier=tier, takers=takers)
             case "hello":
                 if header.get("version") != PROTOCOL_VERSION:
                     raise ProtocolError(f"the engine speaks version {header.get('version')}, not {PROTOCOL_VERSION}")
@@ -140,6 +145,13 @@ def decode(message: bytes) -> GatewayMessage | EngineMessage:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         raise ProtocolError(f"bad {op!r} message: {error}") from None
     raise ProtocolError(f"unknown message {op!r}")
+
+
+def _takers(runs: Any, num_blocks: int) -> tuple[Taker, ...]:
+    takers = tuple(Taker(int(count), str(tenant), str(request)) for count, tenant, request in runs)
+    if takers and (sum(taker.blocks for taker in takers) != num_blocks or any(taker.blocks < 1 for taker in takers)):
+        raise ProtocolError(f"the places of {num_blocks} blocks are told as others")
+    return takers
 
 
 # A stream consists mostly of steps, so they are numbers only: `load | n | n seqs | n token counts | token ids`. The

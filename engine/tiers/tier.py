@@ -7,15 +7,16 @@ share. No policy. Used on the loop's thread only; a tier's thread makes the call
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Final, TypeVar
 
 from engine.leases.file import LeaseFile
 from engine.pool.blocks import BlockPool
 from engine.pool.eviction import LeastRecentlyUsed
-from engine.protocol import TOKEN_BYTES, BlockEvents, split_digests
+from engine.protocol import TOKEN_BYTES, BlockEvents, Taker, split_digests
 from engine.protocol import Tier as TierName
 from engine.tiers.copying import BlockKey, CopyThread, Store
 from engine.tiers.disk_folders import Swept
@@ -258,8 +259,17 @@ class Residency:
         runs = [BlockEvents(b"".join(run), tier=name) for run, name in zip(stored, self._names, strict=True) if run]
         if removed:
             first = runs[0] if runs else BlockEvents()
-            runs[:1] = [replace(first, removed=b"".join(removed))]
+            runs[:1] = [replace(first, removed=b"".join(removed), takers=self._takers(removed))]
+        self._pools[0].taken.clear()
         return runs
+
+    def _takers(self, removed: Iterable[bytes]) -> tuple[Taker, ...]:
+        """Whose requests needed the places of these where the model runs; of other tiers it is not known."""
+        taken = self._pools[0].taken
+        if not taken:
+            return ()
+        runs = groupby(removed, key=lambda digest: taken.get(digest, ("", "")))
+        return tuple(Taker(sum(1 for _ in run), *whose) for whose, run in runs)
 
     def _find_tier(self, digest: bytes) -> int | None:
         """The fastest that holds a block."""

@@ -71,7 +71,7 @@ DEFAULT_LIMIT: Final = 100
 _DETAIL: Final = frozenset(
     (
         *("overhead_ms", "retries", "finish", "lookup", "receipt", "lease", "target", "stream"),
-        *("route", "scope", "segments", "uncached", "hosted"),
+        *("route", "scope", "segments", "uncached", "hosted", "evicted"),
     )
 )
 """What only the life of one request has."""
@@ -201,7 +201,7 @@ class RequestLog:
         trace = noted.trace
         self._number += 1
         currency, figures = ("", Figures()) if noted.entry is None else self._priced(noted.entry)
-        lookup, target, lease = trace.lookup, noted.target, trace.lease
+        lookup, target, lease, lost = trace.lookup, noted.target, trace.lease, trace.lost
         return {
             "row": f"{self._token}-{self._number}",
             "id": noted.request_id,
@@ -246,6 +246,7 @@ class RequestLog:
             "segments": self._segments(trace),
             "uncached": trace.uncached,
             "hosted": trace.by_upstream,
+            "evicted": lost and {"at_s": round(lost.at_s, 3), "tenant": _short(lost.tenant), "id": lost.request_id},
         }
 
     def _segments(self, trace: Trace) -> list[dict[str, Any]]:

@@ -153,6 +153,7 @@ def _together(traces: Sequence[Trace]) -> Trace:
     return Trace(
         prompt=traces[0].prompt if traces else None,
         salt=traces[0].salt if traces else "",
+        lost=traces[0].lost if traces else None,
         uncached=traces[0].uncached if traces else False,
         by_upstream=any(trace.by_upstream for trace in traces),
         route=traces[0].route if traces else [],

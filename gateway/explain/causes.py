@@ -19,6 +19,7 @@ unknown         too little is known of one of them, or what is kept of both is e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final, Literal, NamedTuple
@@ -78,6 +79,14 @@ LEAST_CHARS: Final = 200
 """With which two first parts begin alike before one is called an edit of the other."""
 
 
+class Eviction(NamedTuple):
+    """When an engine lost the first block that was missing, and to whose request; empty where that is not known."""
+
+    at_s: float  # since 1970
+    tenant: str
+    request_id: str
+
+
 class View(NamedTuple):
     """What is known of a request.
 
@@ -87,6 +96,8 @@ class View(NamedTuple):
     block_size     tokens in which what is cached grows
     hosted         an upstream answered: which of its machines did, and what their caches keep, is not known
     uncached       its client wanted nothing to be reused, and nothing of it can be
+    began_s        since 1970, 0 where that is not known
+    evicted        of what it might have read
     """
 
     model: str
@@ -99,6 +110,8 @@ class View(NamedTuple):
     block_size: int = 16
     hosted: bool = False
     uncached: bool = False
+    began_s: float = 0.0
+    evicted: Eviction | None = None
 
 
 class Verdict(NamedTuple):
@@ -133,6 +146,8 @@ def view_of(row: Mapping[str, Any]) -> View:
         block_size=HOSTED_STEP if hosted else 16,
         hosted=hosted,
         uncached=bool(row.get("uncached")),
+        began_s=row.get("at_s", 0.0) - row.get("total_ms", 0.0) / 1e3,
+        evicted=Eviction(lost["at_s"], lost["tenant"], lost["id"]) if (lost := row.get("evicted")) else None,
     )
 
 
@@ -230,7 +245,17 @@ def _all_equal(before: View, now: View, equal_tokens: int) -> Verdict:
     if now.hosted:
         read = f"{now.cached_tokens} of {equal_tokens} tokens"
         return Verdict("unknown", f"{now.engine} read {read} from a cache: which ones an upstream keeps is not known.")
-    return Verdict("evicted", f"Engine {now.engine} had {equal_tokens} tokens of it, and lost them before it came.")
+    return Verdict("evicted", f"Engine {now.engine} had {equal_tokens} tokens of it, and {_lost(before, now)}.")
+
+
+def _lost(before: View, now: View) -> str:
+    lost = now.evicted
+    if lost is None or lost.at_s < before.began_s:
+        return "lost them before it came; when, and for whom, is not known"
+    at = time.strftime("%H:%M:%S UTC on %Y-%m-%d", time.gmtime(lost.at_s))
+    if not lost.request_id:
+        return f"lost them at {at}; for whom is not known"
+    return f"lost them at {at} to the request {lost.request_id} of {lost.tenant or 'no tenant'}"
 
 
 def _difference(before: Sequence[Part], now: Sequence[Part], at: int) -> tuple[Cause, str]:

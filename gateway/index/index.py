@@ -23,6 +23,7 @@ from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
 from gateway.index.recent import RecentBlocks
 from gateway.storage.redis_calls import RedisCalls
+from gateway.types import Lost
 
 
 class PrefixIndex:
@@ -63,6 +64,11 @@ class PrefixIndex:
         if not self._memory.knows(incarnation):
             return None
         return self._recent.extend(incarnation, digests, self._memory.prefix(incarnation, digests))
+
+    def lost(self, incarnation: str, digests: bytes, held: int) -> Lost | None:
+        """What became of the block behind the first `held` ones of a prompt, where the engine had it, as far as this
+        gateway heard of it."""
+        return self._memory.lost.find(incarnation, digests, held)
 
     def computed(self, incarnation: str, digests: bytes) -> None:
         """An engine whose events take their time has computed a prompt with these blocks."""

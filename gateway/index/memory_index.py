@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine.protocol import DIGEST_BYTES, BlockEvents, split_digests
+from gateway.index.lost import LostBlocks
 
 
 class MemoryIndex:
     """Blocks by incarnation. Never raises."""
 
     def __init__(self) -> None:
+        self.lost = LostBlocks()
         self._held: dict[str, set[bytes]] = {}
 
     def apply(self, incarnation: str, events: BlockEvents | None) -> None:
@@ -26,7 +28,9 @@ class MemoryIndex:
         held = self._held.setdefault(incarnation, set())
         if events.reset:
             held.clear()
-        held.difference_update(split_digests(events.removed))
+        if events.removed:
+            held.difference_update(split_digests(events.removed))
+            self.lost.add(incarnation, events)
         held.update(split_digests(events.stored))
 
     def drop(self, incarnation: str) -> None:

@@ -134,6 +134,14 @@ class Repeat(NamedTuple):
     again: Callable[[], Lookup | None]
 
 
+class Lost(NamedTuple):
+    """When an engine lost a block, and to whose request, where that is known."""
+
+    at_s: float  # since 1970
+    tenant: str = ""
+    request_id: str = ""
+
+
 class Candidate(NamedTuple):
     """An engine that might have had a request, as the router saw it: the least score wins.
 
@@ -164,6 +172,7 @@ class Trace:
     fork: bool = False  # its prompt is accounted for with another answer's
     prompt_tokens: int = 0
     cached_tokens: int = 0  # whose blocks were physically reused
+    lost: Lost | None = None  # the block behind those, which its engine had held
     cached_late: bool = False  # its engine reports them behind the first token
     predicted_tokens: int | None = None  # of cached_tokens, by the index; None: nothing was to be reused
     reported_cached_tokens: int = 0  # as in Usage

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import get_args
 
 from hypothesis import strategies as st
 
 from engine.protocol import (
+    DIGEST_BYTES,
     BlockEvents,
     Breakpoint,
     Grammar,
@@ -20,6 +22,7 @@ from engine.protocol import (
     SequenceUpdate,
     StepFrame,
     Submit,
+    Taker,
     TokenLogprobs,
 )
 
@@ -111,10 +114,19 @@ updates = st.builds(
     prompt_logprobs=found_logprobs,
 )
 frames = st.builds(StepFrame, updates=st.lists(updates, max_size=6), load=loads)
-events = st.builds(
+_events = st.builds(
     BlockEvents,
     stored=packed_digests,
     removed=packed_digests,
     reset=st.booleans(),
     tier=st.sampled_from(["device", "host", "disk"]),
 )
+
+
+def _with_takers(plain: BlockEvents, tenants: list[str]) -> BlockEvents:
+    """Of one block each."""
+    count = len(plain.removed) // DIGEST_BYTES
+    return replace(plain, takers=tuple(Taker(1, tenants[n % len(tenants)], f"req_{n}") for n in range(count)))
+
+
+events = st.one_of(_events, st.builds(_with_takers, _events, st.lists(texts, min_size=1, max_size=3)))

@@ -26,6 +26,7 @@ from engine.protocol import (
     Sampling,
     StepFrame,
     Submit,
+    TokenizerFiles,
     chain_digests,
     decode,
     encode,
@@ -131,22 +132,25 @@ async def small_engine(
     num_blocks: int = 200,
     wrap: Callable[[EngineLoop], EngineLoop] | None = None,
     utilisation: Utilisation | None = None,
+    files: TokenizerFiles = TOKENIZER,
+    vocab_size: int = VOCAB,
     **changes: Any,
 ) -> AsyncIterator[SmallEngine]:
-    """Runs one until the block is left. `changes` are those of EngineSettings."""
+    """Runs one until the block is left. `files` is its tokeniser, `changes` are those of EngineSettings."""
     settings = tuned(EngineSettings, **{"block_size": BLOCK, "step_tokens": 256, **changes})
-    hello = make_hello("small", num_blocks=num_blocks, vocab_size=VOCAB, context_tokens=2048)
+    named = {"tokenizer": files.fingerprint(), "vocab_size": vocab_size}
+    hello = make_hello("small", num_blocks=num_blocks, context_tokens=2048, **named)
     pool = BlockPool(num_blocks, BLOCK)
-    runner = HeldRunner(pool, VOCAB, settings.step_tokens)
+    runner = HeldRunner(pool, vocab_size, settings.step_tokens)
     loops: list[EngineLoop] = []
 
     def make_loop(on_frames: OnFrames, on_blocks: OnBlocks) -> EngineLoop:
-        scheduler = Scheduler(pool, hello.namespace, settings, context_tokens=2048, vocab_size=VOCAB, eos_ids=())
+        scheduler = Scheduler(pool, hello.namespace, settings, context_tokens=2048, vocab_size=vocab_size, eos_ids=())
         told = {"on_frames": on_frames, "on_blocks": on_blocks}
         loops.append(EngineLoop(scheduler, runner, **told, utilisation=utilisation, idle_check_s=0.01))
         return wrap(loops[0]) if wrap else loops[0]
 
-    server = EngineServer(hello, TOKENIZER, settings, make_loop)
+    server = EngineServer(hello, files, settings, make_loop)
     web_runner = web.AppRunner(server.app(), shutdown_timeout=0.5)
     await web_runner.setup()
     connector: aiohttp.BaseConnector

@@ -167,6 +167,9 @@ class Stages:
     def recall(self, incarnation: str, digests: bytes) -> int | None:
         return self.remembered.get(incarnation, self.held.get(incarnation, 0))
 
+    def lost(self, incarnation: str, digests: bytes, held: int) -> None:
+        """Nothing ever is."""
+
     def serving(self, model: str) -> Sequence[ScriptedEngine]:
         if not self.engines:
             raise NoEngineError(model, 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.explain.causes import ADVICE, HOSTED_STEP, Cause, View, equal_parts, explain
+from gateway.explain.causes import ADVICE, HOSTED_STEP, Cause, Eviction, View, equal_parts, explain
 from gateway.explain.parts import MAX_PARTS, Digests, ends_of, parts_of, rows_of, shape_of
 from gateway.types import ChatPrompt, Marker, TextPrompt, Tool
 
@@ -135,6 +135,21 @@ def test_what_is_behind_the_parts_that_are_kept_is_known_to_be_equal_or_unknown(
     other = with_message(one, MAX_PARTS + 9, behind) if behind else one
     verdict = explain(view(one, False), view(other, False, cached_tokens=cached), 800)
     assert (verdict.cause, f"first {MAX_PARTS} parts" in verdict.text) == (cause, cause == "unknown")
+
+
+@pytest.mark.parametrize(
+    ("evicted", "says"),
+    [
+        (None, "when, and for whom, is not known"),
+        (Eviction(50.0, "south", "req_2"), "when, and for whom, is not known"),  # before the other one came
+        (Eviction(150.0, "", ""), "at 00:02:30 UTC on 1970-01-01; for whom is not known"),
+        (Eviction(150.0, "south", "req_2"), "at 00:02:30 UTC on 1970-01-01 to the request req_2 of south"),
+    ],
+)
+def test_of_an_eviction_no_more_is_told_than_is_known(evicted: Eviction | None, says: str) -> None:
+    one = view(prompt(random.Random(13)), False, began_s=100.0, cached_tokens=0)
+    verdict = explain(one, one._replace(began_s=200.0, evicted=evicted), 800)
+    assert (verdict.cause, says in verdict.text) == ("evicted", True), verdict
 
 
 def test_what_an_upstream_keeps_is_not_told() -> None:

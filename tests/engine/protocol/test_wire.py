@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol import Abort, Hello, ProtocolError, Submit, decode, encode
+from engine.protocol import Abort, BlockEvents, Hello, ProtocolError, Submit, Taker, decode, encode
 from tests.fakes.messages import SOME, counts, events, frames, hellos, submits
 
 
@@ -46,6 +46,13 @@ def test_a_header_nested_deeper_than_anybody_reads_is_a_protocol_error() -> None
     header = b'{"op":"abort","seq":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
     with pytest.raises(ProtocolError):
         decode(struct.pack("<I", len(header)) + header)
+
+
+@pytest.mark.parametrize("blocks", [(1,), (3,), (3, -1), (10**12,), (2, 0)])
+def test_places_of_more_or_fewer_blocks_than_are_removed_are_a_protocol_error(blocks: tuple[int, ...]) -> None:
+    takers = tuple(Taker(count, "north", "req_1") for count in blocks)
+    with pytest.raises(ProtocolError, match="places of 2 blocks"):
+        decode(encode(BlockEvents(removed=b"x" * 32, takers=takers)))
 
 
 def test_an_engine_of_another_version_is_refused_with_both_numbers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway import cli
+from gateway.config import AuthSettings, TenantSettings
 from tests.fakes import tokenisers
 from tests.fakes.redis_process import RedisProcess
+from tests.fakes.small_engine import small_engine
 from tests.fakes.whole import Whole, whole
 
 BOOK = " ".join(tokenisers.sentences(60, seed=5))
@@ -106,6 +109,42 @@ async def test_a_request_that_missed_is_told_why_from_digests_alone(own_redis: R
         assert b"segments" in kept
         sample = random.Random(1).sample(BOOK.split(), 20)
         assert not [word for word in sample if len(word) > 6 and word.encode() in kept]
+
+
+async def test_an_evicted_prefix_is_told_with_the_time_and_the_request_that_took_its_place() -> None:
+    files = tokenisers.qwen()
+    vocab = tokenisers.hello(files).vocab_size
+    tenants = tuple(TenantSettings(name=name, keys=(f"{name}-key-123",)) for name in ("north", "south"))
+    sections = {"tenants": tenants, "auth": AuthSettings(admin_keys=("admin-key-123",))}
+    books = [" ".join(tokenisers.sentences(120, seed=seed)) for seed in (21, 22)]
+    async with (
+        small_engine(num_blocks=40, files=files, vocab_size=vocab) as engine,
+        aiohttp.ClientSession(headers={"Authorization": "Bearer admin-key-123"}) as session,
+        whole(engines=0, sections=sections) as gateway,
+    ):
+        gateway.gateway.registry.add(engine.url)
+        await gateway.gateway.registry.wait_joined()
+
+        async def asked(tenant: str, book: str) -> str:
+            client = gateway.client.with_options(api_key=f"{tenant}-key-123")
+            raw = await client.chat.completions.with_raw_response.create(
+                model="small", max_tokens=1, messages=[{"role": "user", "content": book}]
+            )
+            return raw.headers["x-request-id"]
+
+        began_s = time.time()
+        await asked("north", books[0])
+        taker = await asked("south", books[1])
+        again = await asked("north", books[0])
+        status, told = await post(session, gateway, {"id": again})
+        async with session.get(f"{gateway.url}/admin/requests/{again}") as answer:
+            evicted = (await answer.json())["evicted"]
+        assert engine.pool.evictions > 0
+    assert (status, told["verdict"]) == (200, "evicted"), told
+    assert (evicted["tenant"], evicted["id"]) == ("south", taker)
+    assert began_s <= evicted["at_s"] <= time.time()
+    assert f"to the request {taker} of south" in told["text"]
+    assert time.strftime("%H:%M:%S UTC", time.gmtime(evicted["at_s"])) in told["text"]
 
 
 REFUSED: list[Any] = [

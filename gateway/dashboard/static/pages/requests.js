@@ -148,6 +148,7 @@ async function life(root, {api, format, path}) {
       el("section", {class: "card"}, el("h2", null, "Tokens and price"), el("dl", {class: "pairs"},
         pair("Prompt", `${format.count(row.prompt_tokens)} tokens`),
         pair("From a cache", row.cached_tokens ? `${format.count(row.cached_tokens)} tokens, ${share}` : "nothing"),
+        row.evicted && pair("Lost before", `${format.fullTime(row.evicted.at_s)}, ${row.evicted.id ? `to ${row.evicted.id} of ${row.evicted.tenant || "no tenant"}` : "for whom is not known"}`),
         pair("Predicted", row.receipt && receipt(row.receipt, format)),
         pair("Answer", `${format.count(row.completion_tokens)} tokens`),
         pair("Lease", row.lease), pair("Price", row.cost ? format.money(row.cost) : "not known"))),
