@@ -21,6 +21,8 @@ TRACESTATE: Final = "tracestate"
 MAX_MEMBERS: Final = 32
 """Of a tracestate; one with more is dropped as a whole."""
 
+MAX_STATE_CHARS: Final = 4096
+
 MAX_CALLS: Final = 64
 """Of one request that become spans. All of them carry the trace on."""
 
@@ -53,6 +55,8 @@ def read_parent(traceparent: Sequence[str], tracestate: Sequence[str]) -> Parent
 
 
 def _read_state(values: Sequence[str]) -> str:
+    if sum(map(len, values)) > MAX_STATE_CHARS:
+        return ""
     members = [member for value in values for one in value.split(",") if (member := one.strip(" \t"))]
     found = [_MEMBER.fullmatch(member) for member in members[: MAX_MEMBERS + 1]]
     keys = {one[1] for one in found if one is not None}

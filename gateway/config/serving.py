@@ -68,7 +68,7 @@ class OtelSettings(Section):
 
     endpoint: str = ""
     """Base URL of a collector that takes OTLP over HTTP, as `http://127.0.0.1:4318`; none when not set."""
-    sample: Share = 0.1
+    sample: Share = 0.05
     """Share of requests that are traced, of those without a `traceparent`, which decides for the others."""
 
     @field_validator("endpoint")

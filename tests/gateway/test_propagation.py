@@ -76,6 +76,7 @@ def test_what_is_written_is_what_is_read(trace_id: bytes, span_id: bytes, sample
         ([",".join(f"k{number}=v" for number in range(MAX_MEMBERS + 1))], ""),
         ([f"{'k' * 256}={'v' * 256}"], None),
         ([f"{'k' * 257}=v"], ""),
+        ([f"{'k' * 250}{number}={'v' * 256}" for number in range(9)], ""),
         ([f"k={'v' * 257}"], ""),
     ],
 )

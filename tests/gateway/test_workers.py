@@ -28,6 +28,7 @@ from gateway.peer import Peer
 from gateway.processes import FIRST_TRIES, ChildStartError
 from gateway.workers import Workers, bind, part_of
 from tests.fakes import tokenisers
+from tests.fakes.collector import collector
 from tests.fakes.fake_engine import FakeEngine, make_hello
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.server import Server, inside
@@ -182,6 +183,24 @@ async def test_any_worker_tells_the_sums_of_all_and_of_those_that_are_no_more(
         assert await gateway.counted() == gateway.sent
         assert (await gateway.metrics())["kvasir_worker_restarts_total"] == 1
         assert (await gateway.get("/admin/stats"))["queues"]["online"]["admitted"] == gateway.sent
+
+
+@pytest.mark.slow
+async def test_each_worker_exports_its_own_spans_and_a_stop_loses_none(tmp_path: Path, own_redis: RedisProcess) -> None:
+    async with collector() as there:
+        flags = ("--otel-endpoint", there.url, "--otel-sample", "1")
+        async with running(tmp_path, own_redis, *flags) as gateway:
+            await gateway.ask_until(lambda: len(gateway.engine.by_gateway) == 2)
+            await until(lambda: len(there.roots) == gateway.sent)
+
+            async def all_counted() -> bool:
+                samples = await gateway.metrics()
+                return samples['kvasir_traced_requests_total{outcome="exported"}'] == gateway.sent
+
+            await until(all_counted)
+            await gateway.ask()
+        assert len(there.roots) == len({root.trace_id for root in there.roots}) == gateway.sent
+        assert len({resource["service.instance.id"] for resource in there.resources}) == 2
 
 
 async def test_a_worker_that_is_killed_under_load_fails_no_more_than_what_it_had(

@@ -249,6 +249,21 @@ async def test_a_line_of_a_batch_is_a_trace_of_its_own() -> None:
             assert "http.route" not in root.attributes
 
 
+async def test_what_goes_on_in_the_background_is_in_the_trace_of_its_request() -> None:
+    async with traced() as setup:
+        body = {"model": "demo", "input": SECRET_TEXT, "max_output_tokens": 16, "background": True}
+        headers = {"Authorization": f"Bearer {KEY}", "traceparent": SAMPLED}
+        url = f"{setup.url}/v1/responses"
+        async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as answer:
+            assert answer.status == 200
+        await until(lambda: len(setup.there.roots) == 2)
+        work, request = sorted(setup.there.roots, key=lambda one: one.kind)
+        assert (request.parent_id, request.kind, work.kind) == (CALLER, SERVER, INTERNAL)
+        assert (work.trace_id, work.parent_id) == (TRACE, request.span_id)
+        assert work.attributes["gen_ai.usage.output_tokens"] > 0
+        assert "gen_ai.usage.output_tokens" not in request.attributes
+
+
 async def test_the_callers_decision_holds_and_without_one_a_share_is_sampled() -> None:
     async with traced(sample=0.0) as setup:
         await setup.post("up-1", headers={"traceparent": NOT_SAMPLED})
