@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 STAGES = (
@@ -45,6 +44,7 @@ FOUNDATION = {
     "engine.protocol.frozen",
     *("engine.redis_url", "engine.redis_client"),
 }
+PROTOCOL = {"engine.protocol"}
 PROMISES = {
     "gateway.files.store",
     "gateway.issued.base",
@@ -70,8 +70,13 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Full names of what a file imports, also inside functions and under TYPE_CHECKING."""
+    return frozenset(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -91,60 +96,65 @@ def foreign(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_imports_follow_the_pipeline(path: Path) -> None:
+def strange(path: Path) -> set[str]:
+    """Modules that a file imports against the rule of its room."""
     module = module_name(path)
     room = module.split(".")[1] if "." in module else ""
     used = ours(path) - {module, "gateway", "engine"}
-    if module.startswith("engine"):
-        assert not {name for name in used if name.startswith("gateway")}, "the engine never imports the gateway"
-    elif module in FOUNDATION or room in ("config", "types", "logs", "storage"):
-        allowed = FOUNDATION | {"engine.protocol"} | ({"engine.config"} if room == "config" else set())
-        outside = {name for name in used if not name.startswith(f"gateway.{room}.")}
-        assert outside <= allowed, "the foundation imports nothing above it"
-    elif room in STAGES:
-        outside = {name for name in used if not name.startswith(f"gateway.{room}")}
+    if module.startswith("engine"):  # the engine never imports the gateway
+        return {name for name in used if name.startswith("gateway")}
+    if module in FOUNDATION or room in ("config", "types", "logs", "storage"):  # it imports nothing above it
+        own = {"engine.config"} if room == "config" else set()
+        return {name for name in used if not name.startswith(f"gateway.{room}.")} - FOUNDATION - PROTOCOL - own
+    if room in STAGES:  # stages never import each other
         own = FOR_SERVERS if room == "replicas" else set()
-        assert outside <= FOUNDATION | {"engine.protocol"} | own, "stages never import each other"
-    elif module in ("gateway.pipeline", "gateway.sequence"):
+        return {name for name in used if not name.startswith(f"gateway.{room}")} - FOUNDATION - PROTOCOL - own
+    if module in ("gateway.pipeline", "gateway.sequence"):  # the pipeline knows its stages as protocols
         own = {"gateway.stages", "gateway.metering", "gateway.receipts", "gateway.sequence"}
-        allowed = FOUNDATION | {"engine.protocol"} | own
-        assert used <= allowed, "the pipeline knows its stages as protocols"
-    elif room in ("api", "admin"):
-        allowed_rooms = ("gateway.api", "gateway.admin", "gateway.dashboard", "gateway.pipeline", "gateway.stages")
-        outside = {name for name in used if not name.startswith(allowed_rooms)} - PROMISES
-        assert outside <= FOUNDATION | {"engine.protocol"}, "the dialects import the pipeline, not its stages"
-    elif room == "dashboard":
-        assert used <= FOUNDATION | {"gateway.api.dialect"}, "files, and the routes that they are served at"
-    elif room == "client":
-        outside = {name for name in used if not name.startswith("gateway.client")}
-        assert outside <= {"gateway.api.openai.batches.rows"}, "it is a client, which knows how a file has to be"
-    elif module in ("gateway.engine_processes", "gateway.vllm_process", "gateway.parent"):
-        assert used <= FOUNDATION | {"engine.config", "gateway.processes", "gateway.peer"}
-    elif module not in ("gateway.app", "gateway.serving", "gateway.cli", "gateway.worker", "gateway.workers"):
-        assert used <= FOUNDATION | {"engine.protocol", "engine.config"}, f"{module}: a room of its own"
+        return used - FOUNDATION - PROTOCOL - own
+    if room in ("api", "admin"):  # the dialects import the pipeline, not its stages
+        rooms = ("gateway.api", "gateway.admin", "gateway.dashboard", "gateway.pipeline", "gateway.stages")
+        return {name for name in used if not name.startswith(rooms)} - PROMISES - FOUNDATION - PROTOCOL
+    if room == "dashboard":  # files, and the routes that they are served at
+        return used - FOUNDATION - {"gateway.api.dialect"}
+    if room == "client":  # it is a client, which knows how a file has to be
+        return {name for name in used if not name.startswith("gateway.client")} - {"gateway.api.openai.batches.rows"}
+    if module in ("gateway.engine_processes", "gateway.vllm_process", "gateway.parent"):
+        return used - FOUNDATION - {"engine.config", "gateway.processes", "gateway.peer"}
+    if module not in ("gateway.app", "gateway.serving", "gateway.cli", "gateway.worker", "gateway.workers"):
+        return used - FOUNDATION - PROTOCOL - {"engine.config"}  # a room of its own
+    return set()
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if module_name(path).startswith("gateway")], ids=module_name)
-def test_no_torch_below_the_gateway(path: Path) -> None:
-    computes = {"safetensors", "numpy"} if module_name(path) in WITH_NUMPY else set()
-    assert not foreign(path) & {"torch", "transformers", "safetensors", "numpy"} - computes
+def test_imports_follow_the_pipeline() -> None:
+    assert not {module_name(path): found for path in SOURCES if (found := strange(path))}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_only_the_event_streams_need_the_extra_fleet(path: Path) -> None:
-    assert foreign(path) & {"msgspec", "zmq"} <= WITH_EVENTS.get(module_name(path), set())
+def test_no_torch_below_the_gateway() -> None:
+    computes = {
+        module_name(path): foreign(path) & {"torch", "transformers", "safetensors", "numpy"} for path in SOURCES
+    }
+    mine = {name: found for name, found in computes.items() if name.startswith("gateway") and found}
+    assert not {name for name, found in mine.items() if found - {"safetensors", "numpy"}}
+    assert mine.keys() <= WITH_NUMPY
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_only_the_exporter_needs_the_extra_otel(path: Path) -> None:
-    assert "opentelemetry" not in foreign(path) or module_name(path) == "gateway.admin.otel"
+def test_only_the_event_streams_need_the_extra_fleet() -> None:
+    needs = {module_name(path): foreign(path) & {"msgspec", "zmq"} for path in SOURCES}
+    assert not {name: found for name, found in needs.items() if found - WITH_EVENTS.get(name, set())}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "engine/protocol").glob("*.py")), ids=module_name)
-def test_the_protocol_needs_only_the_standard_library_and_xxhash(path: Path) -> None:
-    assert foreign(path) - set(sys.stdlib_module_names) <= {"engine", "xxhash"}
-    assert all(name.startswith("engine.protocol.") for name in ours(path))
+def test_only_the_exporter_needs_the_extra_otel() -> None:
+    needing = [module_name(path) for path in SOURCES if "opentelemetry" in foreign(path)]
+    assert set(needing) <= {"gateway.admin.otel"}
+
+
+def test_the_protocol_needs_only_the_standard_library_and_xxhash() -> None:
+    known = {*sys.stdlib_module_names, "engine", "xxhash"}
+    paths = sorted((ROOT / "engine/protocol").glob("*.py"))
+    assert paths
+    assert not {module_name(path): found for path in paths if (found := foreign(path) - known)}
+    assert all(name.startswith("engine.protocol.") for path in paths for name in ours(path))
 
 
 TORCHLESS = ("", "protocol", "pool", "leases", "tiers")
@@ -158,6 +168,6 @@ DECIDES = [
 ]
 
 
-@pytest.mark.parametrize("path", DECIDES, ids=module_name)
-def test_the_engine_decides_without_torch(path: Path) -> None:
-    assert "torch" not in foreign(path)
+def test_the_engine_decides_without_torch() -> None:
+    assert DECIDES
+    assert not [module_name(path) for path in DECIDES if "torch" in foreign(path)]

@@ -67,7 +67,10 @@ def _is_guard(node: ast.expr) -> bool:
 
 def native_calls(path: Path) -> list[tuple[str, str, bool]]:
     """Of a file: function, what it calls, and whether within no_panic."""
-    tree, names, found = ast.parse(path.read_text(encoding="utf-8")), set[str](), list[tuple[str, str, bool]]()
+    text = path.read_text(encoding="utf-8")
+    if not any(library in text for library in LIBRARIES):
+        return []
+    tree, names, found = ast.parse(text), set[str](), list[tuple[str, str, bool]]()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
             names |= {name.asname or name.name for name in node.names}
