@@ -67,14 +67,13 @@ class Loaded:
         self.hello = tokenisers.hello(self.files)
         self.stage = asyncio.run(stage_for(self.files, **settings))
         self.hf = HfTokenizer.from_str(self.files.tokenizer_json)
+        self.template = ChatTemplate(self.files.chat_template or "", self.files.special_tokens, Masking([]))
 
     async def encode(self, prompt: Prompt, tenant: Tenant = ONE) -> EncodedPrompt:
         return await self.stage.encode(request(prompt, tenant), self.hello)
 
     def slowly(self, prompt: ChatPrompt, tenant: Tenant = ONE) -> EncodedPrompt:
-        assert self.files.chat_template is not None
-        template = ChatTemplate(self.files.chat_template, self.files.special_tokens, Masking([]))
-        text = template.render(prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
+        text = self.template.render(prompt.messages, add_generation_prompt=prompt.add_generation_prompt)
         tokens = array("I", self.hf.encode(text, add_special_tokens=False).ids).tobytes()
         return EncodedPrompt(tokens, self.digests(tokens, tenant))
 

@@ -46,6 +46,7 @@ def twins(request: pytest.FixtureRequest) -> Twins:
     return twins_of(request.param)
 
 
+@lru_cache  # a strategy that is new is examined anew
 def texts(tokenizer: Tokenizer) -> st.SearchStrategy[str]:
     added = [*tokenizer.specials, "<tool_call>", "</think>", "<0x41>", "▁", "⸻"]
     words = st.sampled_from([*SAMPLES[:60], *tokenisers.sentences(40, seed=5)[0].split(" "), " ", "  ", "\n"])
