@@ -280,6 +280,7 @@ async def streamed(client: openai.AsyncOpenAI, text: str) -> str:
     return "ok"
 
 
+@pytest.mark.slow
 async def test_killing_an_engine_before_the_first_token_is_not_noticed(tmp_path: Path) -> None:
     with Server(tmp_path, "--engines", "2", "--threads", "1", "--kv-cache-bytes", str(32 << 20)) as server:
         async with server.async_client() as client:

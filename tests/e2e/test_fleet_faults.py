@@ -219,7 +219,8 @@ async def test_a_gateway_killed_that_follows_the_streams_is_replaced_by_the_othe
     await fleet.index_is_equal(fleet.replicas, via=fleet.gateways.index(other))
 
 
-@pytest.mark.parametrize("stopped_s", [7.0, pytest.param(30.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped_s", [7.0, 30.0])
 async def test_a_replica_that_is_stopped_for_a_while_costs_no_answer(fleet: Fleet, stopped_s: float) -> None:
     async with fleet.load():
         lines = [len(gateway.lines) for gateway in fleet.gateways]

@@ -39,7 +39,7 @@ def chat(server: Server) -> tuple[str | None, str | None]:
     return answer.headers.get("x-kvasir-engine"), answer.parse().choices[0].finish_reason
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_vllm_from_the_path_is_the_engine_and_is_kept_running(workers: int, tmp_path: Path, notes: Path) -> None:
     with Server(tmp_path / "data", *FLAGS, "--workers", str(workers)) as server:
         server.wait_for_line(r"^  vllm +http://127.0.0.1:\d+, started here")

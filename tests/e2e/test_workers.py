@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from tests.fakes.server import Server
 
@@ -23,6 +24,7 @@ def usage(server: Server, messages: list[Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_turns_of_a_conversation_hit_though_workers_and_engines_are_several(tmp_path: Path) -> None:
     with Server(tmp_path, *SMALL, "--workers", "2", "--engines", "2", "--redis-timeout-s", "10") as server:
         assert len(server.children("gateway.worker")) == 2

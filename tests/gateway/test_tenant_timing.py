@@ -117,6 +117,7 @@ async def _times(house: House, way: Way) -> tuple[list[float], list[float]]:
     return times[1], times[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("namespace", ["", "both"])
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_clock_tells_a_tenant_nothing_of_what_another_one_has_asked(way: Way, namespace: str) -> None:
