@@ -13,9 +13,19 @@ from hypothesis import HealthCheck, settings
 
 from tests.fakes.redis_process import RedisProcess
 
+TESTS = Path(__file__).parent
+
 settings.register_profile("wander", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("kvasir", settings.get_profile("wander"), derandomize=True)
 settings.load_profile("kvasir")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Servers that tests of tests/e2e share run until the last test of a process, and take time while they wait: those
+    tests come late. Behind them are many short files, so that all processes have something to do until the end."""
+    late = {TESTS / "e2e": 1, TESTS / "gateway/upstreams": 2}
+    items.sort(key=lambda item: next((late[folder] for folder in item.path.parents if folder in late), 0))
 
 
 @pytest.fixture(scope="session")
