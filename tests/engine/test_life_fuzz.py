@@ -614,25 +614,25 @@ def weaken(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
 
 
 def test_no_life_reads_a_strange_block_breaks_a_promise_or_leaks(tmp_path: Path) -> None:
-    seen = run_many(range(200), tmp_path)
-    assert seen["commands"] >= 60_000
+    seen = run_many(range(120), tmp_path)
+    assert seen["commands"] >= 36_000
     assert min(seen[name] for name in REACHED) > 5, f"the fuzzer does not reach everything: {seen}"
 
 
 @pytest.mark.parametrize("bits", [2, 4, 6])
 def test_no_life_does_when_digests_collide(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weaken(monkeypatch, bits)
-    seen = run_many(range(1000, 1045), tmp_path, exact=False)
-    assert seen["commands"] >= 13_500
+    seen = run_many(range(1000, 1030), tmp_path, exact=False)
+    assert seen["commands"] >= 9_000
 
 
 @pytest.mark.slow
 def test_no_life_of_many_does(tmp_path: Path) -> None:
-    run_many(range(10_000, 12_000), tmp_path)
+    run_many(range(10_000, 10_800), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 4, 6, 8])
 def test_no_life_of_many_does_when_digests_collide(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weaken(monkeypatch, bits)
-    run_many(range(20_000, 20_500), tmp_path, exact=False)
+    run_many(range(20_000, 20_200), tmp_path, exact=False)
