@@ -54,12 +54,25 @@ class _Heard(logging.Filter):
         self.why = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        self.why = self.why or record.getMessage()[:MAX_REASON_CHARS]
+        why = record.getMessage()[:MAX_REASON_CHARS]
+        self.why = self.why or (_BAD_HEADER if "header value" in why else why)
         return False
+
+
+_BAD_HEADER: Final = (
+    "a header of OTEL_EXPORTER_OTLP_HEADERS is not valid: they are written as name=value, percent-encoded"
+)
+
+
+def _unquoted(record: logging.LogRecord) -> bool:
+    """The SDK quotes a header that it cannot read, and a key may be in it."""
+    record.msg, record.args = _BAD_HEADER, ()
+    return True
 
 
 _heard: Final = _Heard()
 logging.getLogger(OTLPSpanExporter.__module__).addFilter(_heard)
+logging.getLogger("opentelemetry.util.re").addFilter(_unquoted)
 
 
 class Exporter:

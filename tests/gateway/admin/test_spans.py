@@ -321,6 +321,18 @@ async def test_a_stop_does_not_wait_for_a_collector_that_is_away(caplog: pytest.
     assert "Connection refused" in line
 
 
+@pytest.mark.parametrize("headers", ["Bearer the-key-of-the-collector", "authorization=the-key%0Aof-the-collector"])
+async def test_a_header_for_the_collector_that_is_not_valid_is_not_quoted(
+    headers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", headers)
+    async with traced() as setup:
+        await setup.post()
+        await until(lambda: setup.exporter.figures()["exported"] + setup.exporter.figures()["failed"] == 1)
+    assert "a header of OTEL_EXPORTER_OTLP_HEADERS is not valid" in caplog.text
+    assert "collector" not in caplog.text.replace("the collector at", "")
+
+
 async def test_what_waits_for_the_collector_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MAX_PENDING", 2), ("AT_ONCE", 2), ("EVERY_MS", NEVER_MS)):
         monkeypatch.setattr(otel, name, value)
