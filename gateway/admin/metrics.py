@@ -183,7 +183,8 @@ class Metrics:
         if record.traces:
             self._meter(record.traces, model, tenant)
             self._duration.of(model).add(record.total_ms / 1e3)
-            self._judge(record, model)
+            if self._has_slo or len(record.traces) > 1 or record.traces[0].hit is None:
+                self._judge(record, model)
         for spent in record.spent:
             self._meter(spent.traces, spent.model or "unknown", tenant)
         if (target := record.target) is not None:

@@ -4,7 +4,7 @@ took, as counts of times by bucket, which add up over processes and steps of tim
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -21,6 +21,8 @@ BUCKETS: Final = 96
 _LEAST_MS: Final = 0.1
 _A_DOUBLING: Final = 4
 """Buckets in which a time doubles: a percentile is wrong by no more than 9%."""
+
+_BOUNDS_MS: Final = [_LEAST_MS * 2 ** ((number + 0.5) / _A_DOUBLING) for number in range(BUCKETS - 1)]
 
 FIRST_TOKEN: Final = tuple(f"first_token_{number}" for number in range(BUCKETS))
 INTER_TOKEN: Final = tuple(f"inter_token_{number}" for number in range(BUCKETS))
@@ -60,7 +62,7 @@ def add_figures(figures: Figures, trace: Trace, status: int, total_ms: float, hi
 
 
 def bucket(ms: float) -> int:
-    return min(BUCKETS - 1, max(0, round(_A_DOUBLING * math.log2(max(ms, _LEAST_MS) / _LEAST_MS))))
+    return bisect_left(_BOUNDS_MS, ms)
 
 
 def percentile(figures: Mapping[str, int], names: Sequence[str], share: float) -> float | None:

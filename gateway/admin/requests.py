@@ -22,7 +22,7 @@ from gateway.admin.ledger import money_of
 from gateway.admin.outcomes import HITS, add_figures, has_failed, hit_of
 from gateway.api.dialect import Route
 from gateway.api.fields import Parameter, choice, in_url, integer, read_query, text
-from gateway.api.record import ChosenTarget, Record
+from gateway.api.record import Record
 from gateway.api.replies import reply_json
 from gateway.errors import NotFoundError, RedisDownError
 from gateway.explain.parts import Digests, parts_of, rows_of
@@ -36,7 +36,7 @@ MOST: Final = 2000
 WRITE_S: Final = 1.0
 """From one write to the next."""
 
-MAX_ROWS: Final = 100
+MAX_ROWS: Final = 50
 """Of one process at each write. Of more requests some that failed and some of the others become rows: a row costs a
 tenth of what a request does, and the ring would be full within seconds. All are counted."""
 
@@ -78,23 +78,11 @@ _DETAIL: Final = frozenset(
 
 
 class Noted(NamedTuple):
-    """A request that is over, until it is a row. Of its record, what is needed; its trace goes on for a client that has
-    left."""
+    """A request that is over, until it is a row."""
 
     at_s: float
-    request_id: str
-    shown_id: str
-    tenant: str
-    model: str | None
-    endpoint: str
-    lane: str
-    status: int
-    error: str
-    total_ms: float
-    stream: bool
-    target: ChosenTarget | None
+    record: Record
     trace: Trace
-    entry: Entry | None
 
 
 class RequestLog:
@@ -139,23 +127,7 @@ class RequestLog:
         if held > MAX_HELD or self._held_bytes + held > MAX_ALL_HELD:
             trace.prompt, held = None, 0
         self._held_bytes += held
-        noted = Noted(
-            self._now(),
-            record.request_id,
-            record.shown_id,
-            record.tenant,
-            record.model,
-            record.endpoint,
-            record.lane,
-            record.status,
-            record.error,
-            record.total_ms,
-            record.stream,
-            record.target,
-            trace,
-            record.entry,
-        )
-        self._noted.append(noted)
+        self._noted.append(Noted(self._now(), record, trace))
 
     def start(self) -> None:
         self._writer = tasks.spawn(self._write(), name="write requests")
@@ -180,8 +152,9 @@ class RequestLog:
             self._held_bytes = 0
             chosen = _chosen(waiting)
             for number, noted in enumerate(waiting):
-                hit = hit_of(noted.trace, noted.status)
-                add_figures(figures, noted.trace, noted.status, noted.total_ms, hit)
+                record, trace = noted.record, noted.trace
+                hit = hit_of(trace, record.status)
+                add_figures(figures, trace, record.status, record.total_ms, hit)
                 if number in chosen:
                     rows.append(orjson.dumps(self._row(noted, hit)))
                 if number % 20 == 19:
@@ -198,31 +171,31 @@ class RequestLog:
         return read_objects(found.entries, "row"), found.stale
 
     def _row(self, noted: Noted, hit: str) -> dict[str, Any]:
-        trace = noted.trace
+        record, trace = noted.record, noted.trace
         self._number += 1
-        currency, figures = ("", Figures()) if noted.entry is None else self._priced(noted.entry)
-        lookup, target, lease, lost = trace.lookup, noted.target, trace.lease, trace.lost
+        currency, figures = ("", Figures()) if record.entry is None else self._priced(record.entry)
+        lookup, target, lease, lost = trace.lookup, record.target, trace.lease, trace.lost
         return {
             "row": f"{self._token}-{self._number}",
-            "id": noted.request_id,
-            "shown_id": noted.shown_id,
+            "id": record.request_id,
+            "shown_id": record.shown_id,
             "at_s": round(noted.at_s, 3),
-            "tenant": _short(noted.tenant),
-            "model": _short(noted.model),
-            "endpoint": noted.endpoint,
-            "lane": noted.lane,
-            "status": noted.status,
-            "error": _short(noted.error),
+            "tenant": _short(record.tenant),
+            "model": _short(record.model),
+            "endpoint": record.endpoint,
+            "lane": record.lane,
+            "status": record.status,
+            "error": _short(record.error),
             "hit": hit,
             "prompt_tokens": trace.prompt_tokens,
             "cached_tokens": trace.cached_tokens,
             "completion_tokens": trace.completion_tokens,
             "queue_ms": round(trace.queue_ms, 1),
             "first_token_ms": None if trace.first_token_ms is None else round(trace.first_token_ms, 1),
-            "total_ms": round(noted.total_ms, 1),
+            "total_ms": round(record.total_ms, 1),
             "engine": _short(trace.engine),
             "cost": money_of({currency: figures}, "cost_nano"),
-            "stream": noted.stream,
+            "stream": record.stream,
             "overhead_ms": round(trace.overhead_ms, 2),
             "retries": trace.retries,
             "finish": trace.finish,
@@ -268,7 +241,7 @@ class RequestPages:
                 "GET",
                 "/admin/requests",
                 self.show,
-                "The latest 2,000 requests; of more than 100 a second a sample.",
+                "The latest 2,000 requests; of more than 50 a second a sample.",
                 query=_QUERY,
                 key="admin",
             ),
@@ -305,8 +278,8 @@ def _chosen(noted: Sequence[Noted]) -> Collection[int]:
     """Numbers of those that become rows."""
     if len(noted) <= MAX_ROWS:
         return range(len(noted))
-    failed = [number for number, one in enumerate(noted) if has_failed(one.status)][-MAX_FAILED:]
-    others = [number for number, one in enumerate(noted) if not has_failed(one.status)]
+    failed = [number for number, one in enumerate(noted) if has_failed(one.record.status)][-MAX_FAILED:]
+    others = [number for number, one in enumerate(noted) if not has_failed(one.record.status)]
     room = min(len(others), MAX_ROWS - len(failed))
     return {*failed, *random.sample(others, room)}  # every few would miss what comes in turns
 

@@ -26,7 +26,7 @@ from gateway.api.gemini.request import model_name
 from gateway.api.gemini.wire import GEMINI
 from gateway.api.middleware import DIALECTS, dialect_of
 from gateway.api.passthrough import Passthrough
-from gateway.api.record import ADMIN_KEY, BODY, ISSUED, RECORD, TENANT
+from gateway.api.record import ADMIN_KEY, BODY, ISSUED, RECORD, TENANT, Record
 from gateway.api.resend import ResendCache
 from gateway.api.router import Router
 from gateway.api.tenants import NAMESPACE_HEADER, Auth
@@ -72,21 +72,23 @@ class Prologue:
             if route.continues is not None and route.continues in http.query:
                 return await route.handler(http)
             # 1. Admit.
+            may_use: Callable[[str], bool] | None = None
             if route.key == "admin":
                 http[ADMIN_KEY] = self.auth.check_admin(http)
             elif route.key == "tenant":
                 tenant = self.admit(http)
-                self._check_model(http, dialect)
+                if (may_use := http[RECORD].may_use) is not None:
+                    _check_model(http, dialect, may_use)
                 # 2. Resend. What it has was not looked at for this key's models.
-                if resends and http[RECORD].may_use is None:
+                if resends and may_use is None:
                     sent = await read_raw(http, self.server)
                     if (known := await self.resends.answer(http, tenant, sent)) is not None:
                         return known
             # 3. Read, and find the targets of an alias.
             if reads:
                 http[BODY] = await read_json(http, self.server)
-                if route.key == "tenant":
-                    self._check_model(http, dialect)
+                if may_use is not None:
+                    _check_model(http, dialect, may_use)
                 if route.key == "tenant" and (alias := self.router.find(http)) is not None:
                     return await self.router.answer(http, alias, lambda: rest(http), generates=route.passes is not None)
             return await rest(http)
@@ -118,31 +120,35 @@ class Prologue:
         header that makes no sense."""
         tenant = http[TENANT] = self.auth.tenant(http)
         record = http[RECORD]
-        record.tenant, key = tenant.name, http.get(ISSUED)
-        record.key = "" if key is None else key.id
+        record.tenant = tenant.name
+        if self.directory.has_made:
+            self._hold_to_made(http, record, tenant)
         record.ignored.refuse = self.refuses_unknown(tenant.name)
         if rooms := self.limits.rooms(*record.owners):
             record.allowance = Allowance(**rooms)
         record.reuse = from_headers(http.headers)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()
         record.may_have_priority = tenant.priority
+        return tenant
+
+    def _hold_to_made(self, http: web.Request, record: Record, tenant: Tenant) -> None:
+        """To the key, and the models of it and of its tenant, where admins made them."""
+        if (key := http.get(ISSUED)) is not None:
+            record.key = key.id
         if self.directory.has_list(tenant.name, key):
             record.may_use = partial(self.directory.allows, tenant.name, key)
         if key is not None and key.models and http.method == "POST" and http.path in _BATCHES:
             raise ForbiddenError("This key is for certain models only, and a batch may name any: use another key.")
-        return tenant
 
-    def _check_model(self, http: web.Request, dialect: str) -> None:
-        """Of the URL, or of the body once it is read. Raises ModelNotFoundError for one that may not be used."""
-        may_use = http[RECORD].may_use
-        if may_use is None:
-            return
-        body = http.get(BODY, {})
-        model = http.match_info.get("model", body.get("model") if isinstance(body, dict) else None)
-        if isinstance(model, str):
-            name = model_name(model) if dialect == GEMINI.name else model
-            if not may_use(name):
-                raise ModelNotFoundError(name)
+
+def _check_model(http: web.Request, dialect: str, may_use: Callable[[str], bool]) -> None:
+    """Of the URL, or of the body once it is read. Raises ModelNotFoundError for one that may not be used."""
+    body = http.get(BODY, {})
+    model = http.match_info.get("model", body.get("model") if isinstance(body, dict) else None)
+    if isinstance(model, str):
+        name = model_name(model) if dialect == GEMINI.name else model
+        if not may_use(name):
+            raise ModelNotFoundError(name)
 
 
 def _by_dialect(handlers: Mapping[str, Handler]) -> Handler:

@@ -81,6 +81,11 @@ class Directory:
         return not self._file
 
     @property
+    def has_made(self) -> bool:
+        """Whether there is a tenant or a key that an admin made."""
+        return bool(self._issued.tenants or self._issued.keys)
+
+    @property
     def issued(self) -> Issued:
         return self._issued
 

@@ -160,7 +160,7 @@ class Budgets:
 
     def has(self, *owners: str) -> bool:
         """Whether any has one."""
-        return any(owner in self._accounts for owner in owners)
+        return bool(self._accounts) and any(owner in self._accounts for owner in owners)
 
     def state(self, owner: str) -> BudgetState | None:
         """As this gateway knows it. No I/O."""
@@ -245,6 +245,8 @@ class Budgets:
 
     def spent(self, owners: Sequence[str], priced: Callable[[], tuple[str, Mapping[str, int]]]) -> None:
         """The ledger counted an entry; `priced`, its currency and figures, is only called where there is a budget."""
+        if not self._accounts:
+            return
         accounts = [account for owner in owners if (account := self._accounts.get(owner)) is not None]
         if not accounts:
             return

@@ -128,7 +128,7 @@ export function render(root, {api, format, query, query_changed, attempt, signal
           {label: "Example", value: (one) => el("a", {href: `#/explain?id=${encodeURIComponent(one.example.at(-1))}`, "aria-label": `Explain a request of ${one.tenant}: ${one.cause.replaceAll("_", " ")}`}, "Explain")},
         ],
       }), el("p", {class: "muted small"}, requests
-        ? `From ${format.count(requests)} requests, ${format.fullTime(from_s)} to ${format.fullTime(to_s)}: the latest 2,000 at most; where a process has more than 100 a second, a sample of them.`
+        ? `From ${format.count(requests)} requests, ${format.fullTime(from_s)} to ${format.fullTime(to_s)}: the latest 2,000 at most; where a process has more than 50 a second, a sample of them.`
         : "No requests are known."));
     }
   }
