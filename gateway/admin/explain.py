@@ -203,7 +203,7 @@ class ExplainPage:
 
 
 _NOTHING_KNOWN: Final = Verdict(
-    "unknown", "Of this request no parts are known: an upstream of the same API answered it, or it is too large."
+    "unknown", "Of this request no parts are known: it is too large, or its bytes were known and not looked at."
 )
 
 

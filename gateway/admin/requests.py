@@ -25,10 +25,10 @@ from gateway.api.fields import Parameter, choice, in_url, integer, read_query, t
 from gateway.api.record import Record
 from gateway.api.replies import reply_json
 from gateway.errors import NotFoundError, RedisDownError
-from gateway.explain.parts import Digests, parts_of, rows_of
+from gateway.explain.parts import Digests, parts_of, rows_of, scope_of
 from gateway.ledger.base import Entry, Figures
 from gateway.storage.ring import Ring, read_objects
-from gateway.types import Trace
+from gateway.types import Prompt, Trace
 
 MOST: Final = 2000
 """Requests that are kept."""
@@ -83,6 +83,7 @@ class Noted(NamedTuple):
     at_s: float
     record: Record
     trace: Trace
+    prompt: Prompt | Mapping[str, Any] | None
 
 
 class RequestLog:
@@ -124,10 +125,15 @@ class RequestLog:
         if record.tenant is None or not (record.traces or record.embedded_tokens or record.status >= 400):
             return
         trace, held = record.trace, record.body_bytes
+        prompt = trace.prompt if trace.body is None else trace.body
         if held > MAX_HELD or self._held_bytes + held > MAX_ALL_HELD:
-            trace.prompt, held = None, 0
+            prompt, held = None, 0
         self._held_bytes += held
-        self._noted.append(Noted(self._now(), record, trace))
+        trace.prompt = trace.body = None  # others hold it for longer
+        if len(record.traces) > 1:
+            for one in record.traces:
+                one.prompt = one.body = None
+        self._noted.append(Noted(self._now(), record, trace, prompt))
 
     def start(self) -> None:
         self._writer = tasks.spawn(self._write(), name="write requests")
@@ -215,18 +221,19 @@ class RequestLog:
                 }
                 for one in trace.route
             ],
-            "scope": None if self._digests is None else self._digests(trace.salt),
-            "segments": self._segments(trace),
+            "scope": None if self._digests is None else self._digests(scope_of(noted.prompt) or trace.salt),
+            "segments": self._segments(noted),
             "uncached": trace.uncached,
             "hosted": trace.by_upstream,
             "evicted": lost and {"at_s": round(lost.at_s, 3), "tenant": _short(lost.tenant), "id": lost.request_id},
         }
 
-    def _segments(self, trace: Trace) -> list[dict[str, Any]]:
+    def _segments(self, noted: Noted) -> list[dict[str, Any]]:
         """Digests of the parts of its prompt, where they are known."""
-        if trace.prompt is None or self._digests is None:
+        if noted.prompt is None or self._digests is None:
             return []
-        return rows_of(parts_of(trace.prompt, self._digests), trace.prompt_tokens, trace.cached_tokens)
+        trace = noted.trace
+        return rows_of(parts_of(noted.prompt, self._digests), trace.prompt_tokens, trace.cached_tokens)
 
 
 class RequestPages:

@@ -47,7 +47,7 @@ from gateway.limits.limits import TenantLimits
 from gateway.native import no_panic
 from gateway.stages import Registry
 from gateway.tasks import off_loop
-from gateway.types import OWN_CONTENT, PLAIN_REUSE, Need, Tenant, UpstreamAnswer, UpstreamRequest
+from gateway.types import OWN_CONTENT, PLAIN_REUSE, Need, Tenant, Trace, UpstreamAnswer, UpstreamRequest
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -260,6 +260,7 @@ class Passthrough:
             on_created=partial(self.responses.remember_upstream, tenant.name) if keeps else None,
             find_creator=partial(self.responses.find_upstream, tenant.name),
             work=record.work,
+            trace=Trace(body=None if str(more["path"]).endswith("/embeddings") else values),
             **more,
         )
 

@@ -152,6 +152,7 @@ def _together(traces: Sequence[Trace]) -> Trace:
     first_tokens = [trace.first_token_ms for trace in traces if trace.first_token_ms is not None]
     return Trace(
         prompt=traces[0].prompt if traces else None,
+        body=traces[0].body if traces else None,
         salt=traces[0].salt if traces else "",
         lost=traces[0].lost if traces else None,
         uncached=traces[0].uncached if traces else False,

@@ -96,8 +96,8 @@ _FIRST: Final = (0, 1)
 """Messages whose shape is looked for: what changes by itself costs most at the beginning."""
 
 
-def parts_of(prompt: Prompt, digests: Digests, *, texts: bool = False) -> list[Part]:
-    """The first ones, and the rest. `texts`: they keep what they say."""
+def parts_of(prompt: Prompt | Mapping[str, Any], digests: Digests, *, texts: bool = False) -> list[Part]:
+    """The first ones, and the rest; a mapping is a body that nobody has checked. `texts`: they keep what they say."""
     found, rest, rest_chars = list[Part](), list[str](), 0
     most, first_message = MAX_PASTED_PARTS if texts else MAX_PARTS, None
     for section, role, message, text, marked in _pieces(prompt):
@@ -117,8 +117,13 @@ def parts_of(prompt: Prompt, digests: Digests, *, texts: bool = False) -> list[P
     return found
 
 
-def _pieces(prompt: Prompt) -> Iterator[tuple[Section, str, int | None, str | bytes, bool]]:
+_Piece = tuple[Section, str, int | None, str | bytes, bool]
+
+
+def _pieces(prompt: Prompt | Mapping[str, Any]) -> Iterator[_Piece]:
     match prompt:
+        case Mapping():
+            yield from _pieces_of_body(prompt)
         case TextPrompt(text):
             yield "prompt", "prompt", None, text, False
         case TokenPrompt(tokens):
@@ -133,6 +138,66 @@ def _pieces(prompt: Prompt) -> Iterator[tuple[Section, str, int | None, str | by
                 role = str(message.get("role"))
                 section: Section = "system" if role in ("system", "developer") else "messages"
                 yield section, role, number, _text_of(message), number in marked
+
+
+_SYSTEM: Final = ("instructions", "system", "systemInstruction", "system_instruction")
+_TURNS: Final = ("messages", "input", "contents", "prompt")
+_MARK: Final = "cache_control"
+_MARK_DEPTH: Final = 3
+"""Of what a client marks for caching: blocks of messages, and of results of tools in them."""
+
+
+def scope_of(prompt: Prompt | Mapping[str, Any] | None) -> str:
+    """What a body separates its cache with at its upstream."""
+    key = prompt.get("prompt_cache_key") if isinstance(prompt, Mapping) else None
+    return key if isinstance(key, str) else ""
+
+
+def _pieces_of_body(body: Mapping[str, Any]) -> Iterator[_Piece]:
+    """In any dialect: an upstream answers it, so that it may have anything in it."""
+    tools = body.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        yield _piece("tools", _name_of(tool), None, tool)
+    for name in _SYSTEM:
+        if body.get(name):
+            yield _piece("system", "system", None, body[name])
+    turns = next((body[name] for name in _TURNS if body.get(name)), ())
+    for number, turn in enumerate(turns if isinstance(turns, list) else ()):
+        role = str(turn.get("role") or turn.get("type")) if isinstance(turn, dict) else "user"
+        only = isinstance(turn, dict) and turn.keys() <= {"role", "content"}
+        section: Section = "system" if role in ("system", "developer") else "messages"
+        yield _piece(section, role, number, turn.get("content") if only else turn)
+    if isinstance(turns, str):
+        yield "prompt", "prompt", None, turns, False
+
+
+def _piece(section: Section, role: str, message: int | None, value: Any) -> _Piece:
+    plain = _unmarked(value, 0)
+    return section, role, message, plain if isinstance(plain, str) else _written(plain), plain != value
+
+
+def _name_of(tool: Any) -> str:
+    inside = tool.get("function") if isinstance(tool, dict) else None
+    named = inside if isinstance(inside, dict) else tool if isinstance(tool, dict) else {}
+    return str(named.get("name") or named.get("type") or "")
+
+
+def _unmarked(value: Any, depth: int) -> Any:
+    """Without marks for caching, which move from turn to turn."""
+    if depth > _MARK_DEPTH:
+        return value
+    if isinstance(value, list):
+        return [_unmarked(one, depth + 1) for one in value]
+    if isinstance(value, dict):
+        return {name: _unmarked(one, depth + 1) for name, one in value.items() if name != _MARK}
+    return value
+
+
+def _written(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # for numbers beyond 64 bits
+        return repr(value)
 
 
 def _text_of(message: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from engine.protocol import Breakpoint, Lane, Sampling
 from engine.protocol.frozen import dataclass
@@ -162,6 +162,7 @@ class Trace:
 
     engine: str | None = None
     prompt: Prompt | None = None  # of its request, under `salt`: for what is told of it when it is over
+    body: Mapping[str, Any] | None = None  # the same of one that an upstream gets as its client wrote it
     salt: str = ""
     uncached: bool = False  # its client wants nothing to be reused, and nothing of it can be
     route: list[Candidate] = field(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.explain.causes import ADVICE, HOSTED_STEP, Cause, Eviction, View, equal_parts, explain
-from gateway.explain.parts import MAX_PARTS, Digests, ends_of, parts_of, rows_of, shape_of
+from gateway.explain.parts import MAX_PARTS, Digests, ends_of, parts_of, rows_of, scope_of, shape_of
 from gateway.types import ChatPrompt, Marker, TextPrompt, Tool
 
 DIGESTS = Digests(b"secret")
@@ -150,6 +150,62 @@ def test_of_an_eviction_no_more_is_told_than_is_known(evicted: Eviction | None, 
     one = view(prompt(random.Random(13)), False, began_s=100.0, cached_tokens=0)
     verdict = explain(one, one._replace(began_s=200.0, evicted=evicted), 800)
     assert (verdict.cause, says in verdict.text) == ("evicted", True), verdict
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "openai": (
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "tools": [TOOL]},
+        ["tools look", "system system", "messages user"],
+    ),
+    "responses": (
+        {"instructions": "s", "input": [{"role": "user", "content": "u"}, {"type": "function_call", "name": "f"}]},
+        ["system system", "messages user", "messages function_call"],
+    ),
+    "responses of a text": ({"input": "u"}, ["prompt prompt"]),
+    "anthropic": (
+        {
+            "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "u"}]}],
+            "tools": [{"name": "look", "input_schema": {}}],
+        },
+        ["tools look", "system system", "messages user"],
+    ),
+    "gemini": (
+        {"systemInstruction": {"parts": [{"text": "s"}]}, "contents": [{"role": "user", "parts": [{"text": "u"}]}]},
+        ["system system", "messages user"],
+    ),
+    "odd": (
+        {
+            "tools": {"a": 1},
+            "system": 7,
+            "messages": [None, 10**30, "\ud800", {"role": ["x"], "content": {"a": 10**30}}],
+        },
+        ["system system", "messages user", "messages user", "messages user", "messages ['x']"],
+    ),
+    "nothing": ({"messages": 5, "contents": {}, "tools": None}, []),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_of_any_dialect_has_parts(name: str) -> None:
+    body, expected = BODIES[name]
+    parts = parts_of(body, DIGESTS)
+    assert [f"{part.section} {part.role}" for part in parts] == expected
+    assert rows_of(parts, 100, 10) is not None
+    assert [part.marked for part in parts] == [name == "anthropic" and part.section == "system" for part in parts]
+    assert len({part.digest for part in parts}) == len(parts)
+
+
+def test_a_mark_that_moves_changes_no_part_of_a_body() -> None:
+    block = {"type": "text", "text": "u"}
+    plain, marked = [
+        parts_of({"messages": [{"role": "user", "content": [one]}]}, DIGESTS)
+        for one in (block, block | {"cache_control": {"type": "ephemeral"}})
+    ]
+    assert equal_parts(plain, marked) == 1
+    assert marked[0].marked
+    assert (scope_of({"prompt_cache_key": "k"}), scope_of({"prompt_cache_key": 3}), scope_of(None)) == ("k", "", "")
 
 
 def test_what_an_upstream_keeps_is_not_told() -> None:

@@ -16,8 +16,11 @@ from redis.asyncio import Redis
 from gateway import cli
 from gateway.config import AuthSettings, TenantSettings
 from tests.fakes import tokenisers
+from tests.fakes.gateway import running
+from tests.fakes.pipeline import FakePipeline
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.small_engine import small_engine
+from tests.fakes.upstream import said, upstream
 from tests.fakes.whole import Whole, whole
 
 BOOK = " ".join(tokenisers.sentences(60, seed=5))
@@ -145,6 +148,35 @@ async def test_an_evicted_prefix_is_told_with_the_time_and_the_request_that_took
     assert began_s <= evicted["at_s"] <= time.time()
     assert f"to the request {taker} of south" in told["text"]
     assert time.strftime("%H:%M:%S UTC", time.gmtime(evicted["at_s"])) in told["text"]
+
+
+async def test_a_request_that_an_upstream_of_the_same_api_answered_is_explained_by_its_parts() -> None:
+    message = {"index": 0, "message": {"role": "assistant", "content": "No."}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 2000, "completion_tokens": 3, "total_tokens": 2003}
+    base = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "up-1"}
+    async with (
+        upstream(said({**base, "choices": [message], "usage": usage})) as stub,
+        running(FakePipeline(), upstreams=(stub.settings("up-1"),)) as gateway,
+    ):
+
+        async def asked(system: str, question: str) -> Any:
+            body = chat(system, question, model="up-1")
+            status, text, headers = await gateway.post("/v1/chat/completions", body)
+            assert status == 200, text
+            status, told, _ = await gateway.post("/admin/explain", {"id": headers["x-kvasir-request-id"]})
+            assert status == 200, told
+            return told
+
+        first = await asked(f"It is 09:00. {BOOK}", "What is it about?")
+        assert (first["verdict"], len(first["b"])) == ("never_seen", 2)
+        assert sum(part["tokens"] for part in first["b"]) == pytest.approx(2000, abs=2)
+        assert (await asked(f"It is 09:01. {BOOK}", "What is it about?"))["verdict"] == "volatile"
+        again = await asked(f"It is 09:01. {BOOK}", "What is it about?")
+        assert (again["verdict"], "which ones an upstream keeps" in again["text"]) == ("unknown", True)
+        _, text, _ = await gateway.get("/admin/requests")
+        _, life, _ = await gateway.get(f"/admin/requests/{json.loads(text)['requests'][0]['row']}")
+        assert "segments" in life
+        assert not [word for word in BOOK.split() if len(word) > 6 and word in life]
 
 
 REFUSED: list[Any] = [
