@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,6 +74,7 @@ from gateway.storage.breaker import RedisBreaker
 from gateway.storage.byte_store import ByteStore, Quota
 from gateway.storage.claims import RedisClaims
 from gateway.storage.memory_bytes import MemoryBytes
+from gateway.storage.presence import Presence
 from gateway.storage.redis_bytes import RedisBytes
 from gateway.storage.redis_calls import RedisCalls, connect, unreadable
 from gateway.storage.ring import Ring
@@ -118,6 +120,7 @@ class Gateway:
     replica_keys: Mapping[str, str] = field(default_factory=dict)
     replica_variables: Mapping[str, str] = field(default_factory=dict)  # that have keys of replicas added at run time
     memory: MemoryIndex = field(default_factory=MemoryIndex)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # all workers of one gateway have the same
     draining: bool = False
     warming: Warming | None = None  # once the routes are there
     total: Total = no_others
@@ -151,6 +154,7 @@ class Gateway:
             redis=self.redis if settings.engines.discover else None,
             breaker=self.breaker,
         )
+        self.presence = Presence(self.name, self._calls())
         self.secret = FleetSecret(settings.server.data_dir, self._calls())
         self.hot_prefixes = HotPrefixes()
         configured = [self._server(one, self.replica_keys.get(one.name)) for one in settings.replicas]
@@ -275,6 +279,7 @@ class Gateway:
                 total=self.total,
                 traces=no_traces if exporter is None else exporter.figures,
                 warming=lambda: self.warming.figures() if self.warming else {},
+                gateways=lambda: self.presence.gateways,
                 cold=lambda: self.warming.not_ready() if self.warming else None,
             ),
             claims=None if (calls := self._calls()) is None else RedisClaims(calls, "warm"),

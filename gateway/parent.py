@@ -30,6 +30,7 @@ class Place:
 
     own_engines  whether that is `kvasir serve`
     engine_urls  name -> URL of the engines that it runs
+    name         of the gateway, whose worker it is
     joined       URLs of engines that other workers have, when this one is started
     """
 
@@ -37,6 +38,7 @@ class Place:
     own_engines: bool
     redis_url: str
     engine_urls: Mapping[str, str]
+    name: str
     joined: frozenset[str] = frozenset()
 
 

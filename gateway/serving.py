@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -98,6 +99,7 @@ async def serve(
             replica_keys(settings, environ),
             {name: value for name, value in environ.items() if name.startswith(REPLICA_VARIABLES)},
             total=no_others if parent is None else parent.total,
+            name=uuid.uuid4().hex if parent is None else parent.place.name,
         )
         close_with(stack, gateway)
         app = gateway.web_app()
@@ -181,6 +183,7 @@ def close_with(stack: AsyncExitStack, gateway: Gateway) -> None:
         gateway.ledger,
         gateway.files,
         gateway.limits,
+        gateway.presence,
     )
     for stage in (*stages, gateway.upstreams):
         stack.push_async_callback(stage.close)
@@ -197,7 +200,7 @@ def _start(gateway: Gateway) -> None:
     if gateway.semantic_cache is not None:
         gateway.semantic_cache.start()
     stages = (gateway.files, gateway.upstreams, gateway.history, gateway.ledger, gateway.limits, gateway.index)
-    for stage in (*stages, gateway.answers, gateway.registry, gateway.directory):
+    for stage in (*stages, gateway.answers, gateway.registry, gateway.directory, gateway.presence):
         stage.start()
 
 

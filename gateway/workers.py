@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
@@ -101,7 +102,8 @@ async def serve_workers(
         joined: set[str] = set()
         engines = own_engines_of(settings, redis_url, environ, joined.__contains__, give_up) if own_engines else None
         urls = {} if engines is None else engines.urls
-        places = [Place(part, own_engines, redis_url, urls) for part in parts]
+        name = uuid.uuid4().hex
+        places = [Place(part, own_engines, redis_url, urls, name) for part in parts]
         workers = Workers(places, sockets, joined, say, give_up)
 
         def ask_to_stop() -> None:

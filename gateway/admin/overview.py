@@ -66,12 +66,13 @@ class Overview:
         self._figures = figures
         self._now = now
         self._last: dict[str, dict[str, Any]] = {}
+        self._gateways = 1
 
     async def look(self, span: str) -> dict[str, Any]:
         """Never raises: what cannot be read is as it was last known."""
         try:
             sources, _ = await self._figures()
-            wrong = [*find_wrong(sources)]
+            wrong, self._gateways = [*find_wrong(sources)], sources.gateways()
         except OverloadedError as error:
             sources, wrong = None, [_wrong("worker", "", error.message)]
         try:
@@ -84,7 +85,8 @@ class Overview:
             stale = True
         redis = "none" if sources is not None and not sources.redis().get("configured", True) else ""
         state = redis or ("down" if stale or sources is None or not sources.redis().get("up") else "up")
-        return {"span": span, "stale": stale, "redis": state, "wrong": wrong, **(self._last.get(span) or _nothing())}
+        now = {"stale": stale, "redis": state, "gateways": self._gateways, "wrong": wrong}
+        return {"span": span, **now, **(self._last.get(span) or _nothing())}
 
 
 def _nothing() -> dict[str, Any]:

@@ -97,6 +97,7 @@ class Sources:
     cold        why too few of them are there to call the gateway ready; None when enough are
     draining    whether the server is ending and wants no new requests
     workers     how many processes of this gateway run, and were started again; empty without any but this
+    gateways    how many share this Redis, this one among them
     aliases     policy, and what is known of each target, by alias
     traces      sampled requests since the start, by what became of their spans
     total       the snapshot (admin/sums.py) of all workers together, given that of this process; None without others.
@@ -121,6 +122,7 @@ class Sources:
     draining: Callable[[], bool]
     version: str
     workers: Callable[[], Mapping[str, int]] = dict
+    gateways: Callable[[], int] = lambda: 1
     warming: Callable[[], Mapping[str, Any]] = dict
     cold: Callable[[], str | None] = lambda: None
     aliases: Callable[[], Mapping[str, Mapping[str, Any]]] = dict

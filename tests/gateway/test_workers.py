@@ -310,7 +310,7 @@ class FakePeer:
 
 def told(*peers: FakePeer) -> Workers:
     """Workers that are up, at these."""
-    places = [Place(Settings(), own_engines=False, redis_url="", engine_urls={}) for _ in peers]
+    places = [Place(Settings(), own_engines=False, redis_url="", engine_urls={}, name="g") for _ in peers]
     workers = Workers(places, [[] for _ in peers], set(), print, lambda error: pytest.fail(str(error)))
     for worker, peer in zip(workers._workers, peers, strict=True):
         worker.peer, worker.up, worker.has = cast("Peer", peer), True, worker.place.settings
@@ -493,7 +493,7 @@ def test_a_port_that_is_in_use_is_refused_though_sockets_share_theirs() -> None:
 async def test_a_worker_that_dies_at_start_is_fatal(status: int, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "FIRST_RESTART_S", 0.01)
     fatal: list[ChildStartError] = []
-    place = Place(Settings(), own_engines=False, redis_url="unix:///nowhere", engine_urls={})
+    place = Place(Settings(), own_engines=False, redis_url="unix:///nowhere", engine_urls={}, name="g")
     command = (sys.executable, "-c", f"raise SystemExit({status})")
     with socket.socket() as unused:
         async with Workers([place], [[unused]], set(), print, fatal.append, command) as workers:
@@ -505,7 +505,7 @@ async def test_a_worker_that_dies_at_start_is_fatal(status: int, tries: int, mon
 async def test_a_worker_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOOK_S": 0.01, "ASK_S": 0.01, "MAX_SILENT": 3}.items():
         monkeypatch.setattr(workers_module, name, value)
-    place = Place(Settings(), own_engines=False, redis_url="unix:///nowhere", engine_urls={})
+    place = Place(Settings(), own_engines=False, redis_url="unix:///nowhere", engine_urls={}, name="g")
     with socket.socket() as unused:
         command = (sys.executable, "-c", HANGS)
         async with Workers([place], [[unused]], set(), print, pytest.fail, command) as workers:

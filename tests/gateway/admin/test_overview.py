@@ -216,11 +216,15 @@ async def test_two_gateways_show_the_same_and_go_on_without_redis(own_redis: Red
         for number, gateway in enumerate((one, other, one)):
             await gateway.ask({"role": "user", "content": f"question {number} " * 40})
         for gateway in (one, other):  # each writes its own
+            await gateway.gateway.presence.beat()
+        await one.gateway.presence.beat()
+        for gateway in (one, other):
             await show(gateway, "/admin/overview")
             await show(gateway, "/admin/requests")
         first, second = [await show(gateway, "/admin/overview") for gateway in (one, other)]
         assert first["totals"] == second["totals"]
         assert (first["totals"]["requests"], first["stale"], first["redis"]) == (3, False, "up")
+        assert first["gateways"] == second["gateways"] == 2
         rows = [(await show(gateway, "/admin/requests"))["requests"] for gateway in (one, other)]
         assert rows[0] == rows[1]
         lives = [await show(one, f"/admin/requests/{row['row']}") for row in rows[0]]
