@@ -21,11 +21,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from gateway.config import LimitSettings
+from gateway.config import LimitSettings, TenantSettings
 from gateway.limits.counters import MemoryCounters, RedisCounters, SharedCounters
 from gateway.limits.limits import TenantLimits
 from gateway.storage.redis_calls import RedisCalls, connect
-from gateway.types import ANONYMOUS, Need, Usage
+from gateway.types import ANONYMOUS, Need, Usage, owners_of
 from tests.fakes.gateway import Gateway, running
 from tests.fakes.pipeline import FakePipeline
 from tests.fakes.redis_process import RedisProcess
@@ -49,8 +49,15 @@ def limits_of(settings: LimitSettings, redis: Redis | None) -> TenantLimits:
     return TenantLimits(settings, (), SharedCounters(shared, MemoryCounters(lease_s=60)))
 
 
+def limits_of_a_key(redis: Redis) -> TenantLimits:
+    """As ALL, of the tenant and of its key."""
+    limits, owner = limits_of(ALL, redis), owners_of(ANONYMOUS, "key_1")[1]
+    limits.replace(ALL, (), (TenantSettings.model_construct(name=owner, **ALL.model_dump()),))
+    return limits
+
+
 async def decide(limits: TenantLimits) -> None:
-    hold = await limits.set_aside([ANONYMOUS], NEED)
+    hold = await limits.set_aside(owners_of(ANONYMOUS, "key_1"), NEED)
     if hold is not None:
         hold.settle(Usage(900, 20, 800))
     await asyncio.sleep(0)  # who settles gets its turn
@@ -83,6 +90,7 @@ async def decisions(redis: Redis, count: int) -> None:
         "no limits": limits_of(NONE, redis),
         "five limits, memory": limits_of(ALL, None),
         "five limits, Redis": limits_of(ALL, redis),
+        "five of the tenant and five of its key, Redis": limits_of_a_key(redis),
     }.items():
         cells = []
         for at_once in (1, 32):

@@ -381,15 +381,23 @@ async def test_a_key_is_made_and_shown_once_and_deleted(server: Server, browser:
         await page.wait_for_selector("tbody th:text-is('atlas')")
         await page.click("button:text-is('Make a tenant')")
         await page.fill("dialog [name=name]", f"delta-{width}")
-        await page.fill("dialog [name=requests_per_minute]", "600")
+        await page.get_by_label("Requests a minute").fill("600")
+        await page.get_by_label("Budget", exact=True).fill("0.001")
+        await page.get_by_label("Budget for").select_option("day")
         await page.fill("dialog [name=models]", f"demo\n{HOSTILE}")
         assert await one.axe() == []
         await page.click("dialog >> text=/^Make$/")
         row = page.locator(f"tr:has(th:text-is('delta-{width}'))")
         await row.locator("li:text-is('Requests a minute: 600')").wait_for()
+        await row.locator("li:text-is('Budget: $0.0010 left of $0.0010')").wait_for()
         await row.locator("button:text-is('Key')").click()
         assert await page.input_value("dialog [name=tenant]") == f"delta-{width}"
         await page.fill("dialog [name=name]", name)
+        await page.get_by_label("Requests at a time").fill("3")
+        await page.get_by_label("Budget", exact=True).fill("0.000001")
+        await page.get_by_label("Once it is spent").select_option("false")
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert await one.axe() == []
         await page.click("dialog >> text=/^Make$/")
         key = await page.input_value("dialog [name=made]")
         await page.click("dialog >> text=/^Copy$/")
@@ -407,14 +415,31 @@ async def test_a_key_is_made_and_shown_once_and_deleted(server: Server, browser:
         assert await page.title() == "Tenants · Kvasir"
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert await one.axe() == []
+        await made.locator("li:text-is('Requests at a time: 3')").wait_for()
+        assert "not enforced" in await made.inner_text()
         assert await chat(key) == 200
-        await made.locator("button").click()
+        await page.reload()  # what was spent is shown within ten seconds
+        await made.locator("li", has_text=re.compile("Budget: .* over of")).wait_for()
+        await made.locator("button:text-is('Change')").focus()
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("dialog h2")
+        assert await page.get_by_label("Once it is spent").input_value() == "false"
+        await page.get_by_label("Once it is spent").select_option("true")
+        await page.get_by_label("Requests at a time").fill("")
+        await page.get_by_label("Budget", exact=True).focus()
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("dialog", state="detached")
+        await made.filter(has_not_text="not enforced").wait_for()
+        assert "Requests at a time" not in await made.inner_text()
+        assert await chat(key) == 429
+        await made.locator("button:text-is('Delete')").click()
         await page.wait_for_selector("dialog :text('Delete this key?')")
         await page.click("dialog >> text=/^Delete$/")
         await made.wait_for(state="detached")
         assert await chat(key) == 401
         await row.locator("button:text-is('Change')").click()
         await page.fill("dialog [name=requests_per_minute]", "")
+        await page.fill("dialog [name=budget]", "")
         await page.click("dialog >> text=/^Change$/")
         await row.locator("td:text-is('as for all')").wait_for()
         await row.locator("button:text-is('Remove')").click()

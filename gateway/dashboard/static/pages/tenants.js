@@ -1,4 +1,4 @@
-// Tenants of the file and those made at run time: limits, models, use, and keys, each of which is shown once.
+// Tenants of the file and those made at run time: limits, budgets, models, use, and keys, each of which is shown once.
 
 import {ask, el, field, refresh, replace, table} from "../dom.js";
 
@@ -8,8 +8,11 @@ const EVERY_S = 10, DAY_S = 86_400;
 const LIMITS = [
   ["requests_per_minute", "Requests a minute"], ["tokens_per_minute", "Tokens a minute"],
   ["input_tokens_per_minute", "Prompt tokens a minute"], ["output_tokens_per_minute", "Answer tokens a minute"],
-  ["max_in_flight", "Requests at a time"], ["weight", "Weight"],
+  ["max_in_flight", "Requests at a time"],
 ];
+const WEIGHT = ["weight", "Weight"];
+const PERIODS = [["month", "A month (UTC)"], ["day", "A day (UTC)"]];
+const HARD = [["true", "Requests are refused"], ["false", "A header and a metric tell"]];
 const MODES = [["", "As for all"], ["on", "on"], ["ask", "ask"], ["off", "off"]];
 
 export function render(root, {api, format, every, attempt, signal, say}) {
@@ -25,19 +28,20 @@ export function render(root, {api, format, every, attempt, signal, say}) {
 
   async function load(put = refresh) {
     const today = new Date().toISOString().slice(0, 10);  // the ledger's days are of UTC
-    const ledger = (from) => api.get("/admin/ledger", {group_by: "tenant", from, to: today}, {signal})
-      .then(({rows}) => new Map(rows.map((row) => [row.tenant, row])), (error) => (error.name === "AbortError" ? Promise.reject(error) : null));
-    const [found, made, day, month] = await Promise.all([
-      api.get("/admin/tenants", null, {signal}), api.get("/admin/keys", null, {signal}), ledger(today), ledger(`${today.slice(0, 8)}01`)]);
+    const ledger = (by, from) => api.get("/admin/ledger", {group_by: by, from, to: today}, {signal})
+      .then(({rows}) => new Map(rows.map((row) => [row[by], row])), (error) => (error.name === "AbortError" ? Promise.reject(error) : null));
+    const first = `${today.slice(0, 8)}01`;
+    const [found, made, day, month, keyMonth] = await Promise.all([api.get("/admin/tenants", null, {signal}), api.get("/admin/keys", null, {signal}),
+      ledger("tenant", today), ledger("tenant", first), ledger("key", first)]);
     names = found.tenants.map((one) => one.name);
     const wrong = [(found.stale || made.stale) && "Redis is unreachable: these are the tenants and keys that were last known, and none can be changed.",
-      !(day && month) && "The ledger is not to be had now, so that use is not shown."].filter(Boolean).join(" ");
+      !(day && month && keyMonth) && "The ledger is not to be had now, so that use is not shown."].filter(Boolean).join(" ");
     if (note.textContent !== wrong) replace(note, wrong);
     note.hidden = !wrong;
     const counts = new Map();
     for (const key of made.keys) counts.set(key.tenant, (counts.get(key.tenant) ?? 0) + 1);
-    const use = (book, {name}, unknown) => {
-      if (!book) return unknown;
+    const use = (book, name) => {
+      if (!book) return "–";
       const {requests = 0, used = {}} = book.get(name) ?? {};
       const sum = (used.prompt_tokens ?? 0) + (used.completion_tokens ?? 0);
       return [`${format.tokens(requests)} requests`, el("br"), `${format.tokens(sum)} tokens`, used.cost && [el("br"), format.money(used.cost)]];
@@ -49,8 +53,8 @@ export function render(root, {api, format, every, attempt, signal, say}) {
         {label: "From", value: (one) => el("span", {class: `tag ${one.source === "file" ? "" : "accent"}`}, one.source === "file" ? "file" : "run time")},
         {label: "Limits", class: "wide", value: limits},
         {label: "Models", class: "break", value: (one) => models(one)},
-        {label: "Today", number: true, value: (one) => use(day, one, "–")},
-        {label: "This month", number: true, value: (one) => use(month, one, "–")},
+        {label: "Today", number: true, value: (one) => use(day, one.name)},
+        {label: "This month", number: true, value: (one) => use(month, one.name)},
         {label: "Keys made here", number: true, value: (one) => format.count(counts.get(one.name) ?? 0)},
         {label: el("span", {class: "unseen"}, "Change"), value: (one) => el("div", {class: "row"},
           el("button", {type: "button", "aria-label": `Make a key for ${one.name}`, onclick: () => issue(one.name)}, "Key"),
@@ -64,21 +68,33 @@ export function render(root, {api, format, every, attempt, signal, say}) {
       columns: [
         {label: "Name", header: true, class: "break", value: (key) => [key.name, el("br"), el("code", {class: "muted small"}, key.id)]},
         {label: "Tenant", class: "break", value: (key) => key.tenant},
+        {label: "Limits", class: "wide", value: (key) => limits(key, "as its tenant")},
         {label: "Models", class: "break", value: (key) => models(key)},
+        {label: "This month", number: true, value: (key) => use(keyMonth, key.id)},
         {label: "Since", number: true, value: (key) => el("span", {title: format.fullTime(key.created_s)}, format.time(key.created_s))},
         {label: "Until", number: true, value: (key) => (key.expired ? el("span", {class: "tag bad"}, "expired") : key.expires_s === null ? "no end" : format.fullTime(key.expires_s))},
-        {label: el("span", {class: "unseen"}, "Delete"), value: (key) => el("button", {type: "button", class: "danger", "aria-label": `Delete the key ${key.name}`, onclick: () => drop(key)}, "Delete")},
+        {label: el("span", {class: "unseen"}, "Change"), value: (key) => el("div", {class: "row"},
+          el("button", {type: "button", "aria-label": `Change the key ${key.name}`, onclick: () => editKey(key)}, "Change"),
+          el("button", {type: "button", class: "danger", "aria-label": `Delete the key ${key.name}`, onclick: () => drop(key)}, "Delete"))},
       ],
     }));
   }
 
   const models = (one) => (one.models?.length ? el("ul", {class: "plain"}, one.models.map((name) => el("li", null, name))) : "all");
 
-  function limits(one) {
-    const own = LIMITS.filter(([name]) => one[name] !== undefined).map(([name, label]) => `${label}: ${one[name] === 0 ? "no limit" : format.count(one[name])}`);
+  function limits(one, none = "as for all") {
+    const own = [...LIMITS, WEIGHT].filter(([name]) => one[name] !== undefined).map(([name, label]) => `${label}: ${one[name] === 0 ? "no limit" : format.count(one[name])}`);
     if (one.response_cache !== undefined) own.push(`Response cache: ${one.response_cache}`);
-    if (one.budget) own.push(`Budget: ${one.budget} a ${one.budget_period ?? "month"}${one.budget_hard === false ? ", not enforced" : ""}`);
-    return own.length ? el("ul", {class: "plain small"}, own.map((text) => el("li", null, text))) : "as for all";
+    const state = one.budget_state;
+    if (state) {
+      const money = (amount) => format.money({[state.currency]: amount});
+      const over = Number(state.used) - Number(state.limit);
+      const left = over > 0 ? `${money(over)} over` : `${money(state.left)} left`;
+      const text = `Budget: ${left} of ${money(state.limit)}`;
+      own.push(Number(state.left) <= state.limit / 10 ? el("span", {class: "tag bad"}, text) : text,
+        `until ${format.fullTime(state.reset_s)}${state.hard ? "" : ", not enforced"}`);
+    }
+    return own.length ? el("ul", {class: "plain small"}, own.map((text) => el("li", null, text))) : none;
   }
 
   // -- what changes it ------------------------------------------------------------------------------------------------
@@ -89,6 +105,25 @@ export function render(root, {api, format, every, attempt, signal, say}) {
     if (!root.contains(document.activeElement)) button.focus();  // the one that had the focus is gone
   }
 
+  const amounts = (one, more = []) => [
+    el("div", {class: "grid small"}, [...LIMITS, ...more].map(([name, label]) =>
+      field({label, name, type: "number", min: name === "weight" ? 0.01 : 0, step: name === "weight" ? "any" : 1, value: one?.[name] ?? ""}))),
+    el("div", {class: "grid small"},
+      field({label: "Budget", name: "budget", type: "number", min: 0.000001, max: 1_000_000, step: "any", value: one?.budget ?? "", hint: "Money in the currency of the prices."}),
+      field({label: "Budget for", name: "budget_period", options: PERIODS, value: one?.budget_period ?? "month"})),
+    field({label: "Once it is spent", name: "budget_hard", options: HARD, value: String(one?.budget_hard ?? true)}),
+  ];
+
+  /** The body of a change; what is not set is null. */
+  function read(form, more = []) {
+    const body = {models: lines(form.get("models"))};
+    for (const [name] of [...LIMITS, ["budget"], ...more]) body[name] = form.get(name) === "" ? null : Number(form.get(name));
+    const has = body.budget !== null;
+    return {...body, budget_period: has ? form.get("budget_period") : null, budget_hard: has ? form.get("budget_hard") === "true" : null};
+  }
+
+  const set = (body) => Object.fromEntries(Object.entries(body).filter(([, value]) => value !== null));
+
   const lines = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
 
   async function edit(one) {
@@ -96,19 +131,15 @@ export function render(root, {api, format, every, attempt, signal, say}) {
       title: one ? `Change ${one.name}` : "Make a tenant", action: one ? "Change" : "Make",
       body: [
         !one && field({label: "Name", name: "name", required: true, maxlength: 64, autocomplete: "off", spellcheck: "false", hint: "Letters, digits, dots, dashes and underscores."}),
-        el("div", {class: "grid small"}, LIMITS.map(([name, label]) => field({label, name, type: "number", min: name === "weight" ? 0.01 : 0, step: name === "weight" ? "any" : 1, value: one?.[name] ?? ""}))),
+        amounts(one, [WEIGHT]),
         el("p", {class: "muted small"}, "What is empty is as for all tenants; 0 is no limit."),
         field({label: "Response cache", name: "response_cache", options: MODES, value: one?.response_cache ?? ""}),
         field({label: "Models", name: "models", type: "textarea", value: one?.models?.join("\n") ?? "", hint: "A name or pattern, such as gpt-*, on each line; none is all."}),
       ],
       submit: async (form) => {
-        const body = {};
-        for (const [name] of LIMITS) body[name] = form.get(name) === "" ? null : Number(form.get(name));
-        body.response_cache = form.get("response_cache") || null;
-        body.models = lines(form.get("models"));
+        const body = {...read(form, [WEIGHT]), response_cache: form.get("response_cache") || null};
         if (one) return api.patch(`/admin/tenants/${encodeURIComponent(one.name)}`, body);
-        const set = Object.entries(body).filter(([, value]) => value !== null);
-        return api.post("/admin/tenants", {name: form.get("name").trim(), ...Object.fromEntries(set)});
+        return api.post("/admin/tenants", {name: form.get("name").trim(), ...set(body)});
       },
     });
     if (done) await changed(`The tenant ${done.name} was ${one ? "changed" : "made"}.`, makeTenant);
@@ -130,16 +161,31 @@ export function render(root, {api, format, every, attempt, signal, say}) {
         field({label: "Tenant", name: "tenant", options: names.map((name) => [name, name]), value: tenant ?? ""}),
         field({label: "Name", name: "name", required: true, maxlength: 256, autocomplete: "off", hint: "What the key is for."}),
         field({label: "Days until it ends", name: "days", type: "number", min: 1, max: 36_500, hint: "Empty: no end."}),
-        field({label: "Models", name: "models", type: "textarea", hint: "As of a tenant: one on each line; none is all that the tenant may use."}),
+        keyFields(null),
       ],
       submit: (form) => api.post("/admin/keys", {
-        tenant: form.get("tenant"), name: form.get("name"), models: lines(form.get("models")),
+        tenant: form.get("tenant"), name: form.get("name"), ...set(read(form)),
         ...(form.get("days") && {expires_s: Math.round(Date.now() / 1000) + Number(form.get("days")) * DAY_S}),
       }),
     });
     if (!made) return;
     await showOnce(made);
     await changed(`A key for ${made.tenant} was made.`, makeKey);
+  }
+
+  const keyFields = (key) => [
+    amounts(key),
+    el("p", {class: "muted small"}, "Of this key alone, beside those of its tenant; what is empty has no limit."),
+    field({label: "Models", name: "models", type: "textarea", value: key?.models?.join("\n") ?? "", hint: "As of a tenant: one on each line; none is all that the tenant may use."}),
+  ];
+
+  async function editKey(key) {
+    const done = await ask({
+      title: `Change the key ${key.name}`, action: "Change",
+      body: [field({label: "Name", name: "name", required: true, maxlength: 256, autocomplete: "off", value: key.name}), keyFields(key)],
+      submit: (form) => api.patch(`/admin/keys/${encodeURIComponent(key.id)}`, {name: form.get("name"), ...read(form)}),
+    });
+    if (done) await changed("The key was changed.", makeKey);
   }
 
   function showOnce(made) {
