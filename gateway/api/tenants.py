@@ -220,7 +220,7 @@ async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Nee
     """Once for each request. Raises RateLimitError. Nothing happens without limits and a budget, of the tenant or its
     key, and of the batch lane only money is set aside. `model` is the record's where it is not given."""
     owners, budgets = record.owners, limits.budgets
-    if record.hold is None and record.lane != "batch" and any(map(limits.has, owners)):
+    if record.hold is None and record.lane != "batch" and limits.has(*owners):
         try:
             record.hold = await limits.set_aside(owners, need())
         finally:

@@ -104,9 +104,9 @@ class TenantLimits:
         if self.budgets is not None:
             await self.budgets.refresh()
 
-    def has(self, owner: str) -> bool:
-        """Whether it has any limit."""
-        return owner in self._accounts
+    def has(self, *owners: str) -> bool:
+        """Whether any has any limit."""
+        return not self._accounts.keys().isdisjoint(owners)
 
     def rooms(self, *owners: str) -> dict[LimitKind, Room]:
         """What is left of each limit, by the last answer of the counters and the clock; of several owners what the one
