@@ -98,7 +98,7 @@ def make_limits(tenant: str, id_: str, table: Mapping[str, Any]) -> TenantSettin
     if unknown := table.keys() - set(LIMITS):
         raise ValueError(f"{min(unknown)}: no limit of a key")
     owner = owners_of(tenant, id_)[-1]
-    return make_tenant({"name": tenant, **table}).settings.model_copy(update={"name": owner})
+    return make_tenant({"name": "key", **table}).settings.model_copy(update={"name": owner})
 
 
 def limits_of(key: IssuedKey) -> dict[str, Any]:

@@ -185,7 +185,8 @@ async def test_the_files_tenants_stay_and_bad_requests_say_where() -> None:
         assert (await send(gateway, "PATCH", "/admin/keys/key_none", {"budget": 1}))[0] == 404
         _, listed = await send(gateway, "GET", "/admin/keys")
         assert [(one["id"], one["budget"]) for one in listed["keys"]] == [(made["id"], 1)]
-        await make(gateway, "keys", {"tenant": "nobody", "name": "laptop"}, 404)
+        for name in ("nobody", "no body"):
+            await make(gateway, "keys", {"tenant": name, "name": "laptop", "max_in_flight": 1}, 404)
     async with running(auth=KEYS["auth"]) as gateway:
         await make(gateway, "tenants", {"name": "south"}, 409)
 
