@@ -171,7 +171,7 @@ closed | closed | 1 while the bound leaves no room for hits.
 []
 stored_responses_total | responses/{outcome} | Responses to be stored, by outcome.
 malformed_requests_total | malformed/{reason} | Requests that are not valid HTTP.
-limited_requests_total | limits/{tenant}/refused/{limit} | Requests refused by a limit of the tenant.
+limited_requests_total | limits/{tenant}/refused/{limit} | Requests refused by limits or budgets of a tenant or key.
 budget_limit | limits/{tenant}/budget/limit | Money that a tenant may spend in its period.
 budget_remaining | limits/{tenant}/budget/remaining | What is left of it; below 0 where more was spent.
 batch_lines_in_flight | batches/in_flight | Lines of batches that this gateway works on.

@@ -1,1 +1,1 @@
-"""Limits of tenants per minute and in flight, counted in Redis for all gateways, or in memory."""
+"""Limits and budgets of tenants and of their keys, counted in Redis for all gateways, or in memory."""

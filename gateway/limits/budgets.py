@@ -317,15 +317,14 @@ class Budgets:
     async def _send(self, tenant: str, waiting: dict[_Account, None]) -> None:
         try:
             while waiting:
-                accounts = list(waiting)[:AT_ONCE]
+                accounts = list(itertools.islice(waiting, AT_ONCE))
                 for account in accounts:
+                    del waiting[account]
                     if account.sending is None:
                         account.sending = (next(self._numbers), account.owed, account.ended[:1000])
                         account.owed, account.ended = 0, account.ended[1000:]
                 await self._step(accounts, tells=True)
-                for account in accounts:
-                    if not (account.owed or account.ended):
-                        del waiting[account]
+                waiting.update(dict.fromkeys(account for account in accounts if account.owed or account.ended))
         except RedisDownError:
             return  # with the next request
         finally:

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from gateway.config import TenantSettings
 from gateway.errors import BudgetError
+from gateway.limits import budgets as budgets_module
 from gateway.limits.budgets import Budgets
 from gateway.limits.holds import Hold
 from gateway.storage.breaker import RedisBreaker
@@ -83,25 +84,33 @@ async def used(budgets: Budgets) -> float:
     return state.used / NANO
 
 
-async def test_of_200_requests_at_once_none_but_the_last_goes_beyond_the_budget(make: Make) -> None:
-    gateways = [make(), make()]
+@pytest.mark.parametrize("owners", [["north"], ["north", "north/key_1"], ["south", "south/key_1"]])
+async def test_of_200_requests_at_once_none_but_the_last_goes_beyond_the_budget(make: Make, owners: list[str]) -> None:
+    tenants = [tenant(), tenant(budget=100), tenant(budget=100), tenant()]
+    names = ("north", "north/key_1", "south", "south/key_1")
+    tenants = [one.model_copy(update={"name": name}) for one, name in zip(tenants, names, strict=True)]
+    gateways = [make(tenants), make(tenants)]
 
     async def one(number: int) -> bool:
         budgets = gateways[number % 2]
         try:
-            hold = await take(budgets, 3)
+            hold = await budgets.set_aside(owners, "demo", 3, 0)
         except BudgetError:
             return False
+        assert hold is not None
         await asyncio.sleep(0)
-        await pay(budgets, hold, 2.75)  # less than its estimate
+        budgets.spent(owners, lambda: ("USD", {"cost_nano": 11 * NANO // 4}))  # less than its estimate
+        hold.settle(None)
+        await budgets.close()
         return True
 
     admitted = sum(await asyncio.gather(*map(one, range(200))))
     assert admitted == 4
     with pytest.raises(BudgetError) as refused:
-        await take(gateways[0], 3)
+        await gateways[0].set_aside(owners, "demo", 3, 0)
     assert refused.value.retry_after_s == pytest.approx(43_200, abs=1)
-    assert [await used(one) for one in gateways] == [11.0, 11.0]
+    states = [state for one in gateways for state in await one.look(*owners)]
+    assert [state.used / NANO for state in states if state is not None] == [11.0] * len(states)
 
 
 async def test_what_is_set_aside_is_not_there_for_others_and_returns(make: Make) -> None:
@@ -198,6 +207,18 @@ class Counted(RedisCalls):
     async def ask_or_skip(self, *args: Any) -> Any:
         self.count += 1
         return await super().ask_or_skip(*args)
+
+
+async def test_what_many_keys_have_spent_is_told_in_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets_module, "AT_ONCE", 2)
+    keys = [key(number, 100) for number in range(5)]
+    one, other = make(keys), make(keys)
+    for _ in range(2):
+        for each in keys:
+            one.spent([each.name], lambda: ("USD", {"cost_nano": NANO}))
+        await asyncio.sleep(0)
+    await one.close()
+    assert [state and state.used for state in await other.look(*(each.name for each in keys))] == [2 * NANO] * 5
 
 
 async def test_another_limit_holds_at_once_for_what_was_spent_before(make: Make) -> None:
