@@ -203,6 +203,7 @@ async def test_each_worker_exports_its_own_spans_and_a_stop_loses_none(tmp_path:
         assert len({resource["service.instance.id"] for resource in there.resources}) == 2
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_killed_under_load_fails_no_more_than_what_it_had(
     tmp_path: Path, own_redis: RedisProcess
 ) -> None:

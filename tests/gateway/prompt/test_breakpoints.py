@@ -21,7 +21,7 @@ from gateway.types import MAX_BREAKPOINTS, MAX_MARKERS, ChatPrompt, EncodedPromp
 from tests.fakes import tokenisers
 from tests.fakes.tuned import tuned
 
-QUICK = settings(max_examples=60, deadline=None)  # each example runs an event loop
+QUICK = settings(max_examples=40, deadline=None)  # each example runs an event loop
 CHATTING = ["llama3", "qwen", "shuffled_ids", "llama2", "llama2_legacy", "gemma", "wordpiece", "unigram"]
 SENTINEL = "\ue123"
 
