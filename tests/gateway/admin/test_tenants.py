@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
+from statistics import median
 from typing import Any
 
 import orjson
@@ -217,3 +219,29 @@ async def test_admin_is_refused_to_all_others_with_the_same_comparisons(monkeypa
             auth.check_admin(sent[number % len(kinds)])
         refused += compared[0] - before == comparisons
     assert refused == 10_000
+
+
+@pytest.mark.slow
+async def test_ten_thousand_requests_without_a_right_key_are_refused_in_a_time_that_does_not_tell_why() -> None:
+    """Over HTTP, in turns, so that what else the machine does is in all of them: medians of 1,250 each. What is
+    different by far more than noise would be a comparison that ends at the first wrong character."""
+    admin = "admin-key-" + "0123456789abcdef" * 8
+    keys = {**KEYS, "auth": AuthSettings(admin_keys=(admin, f"{admin}-2"))}
+    async with running(**keys) as gateway:
+        issued = (await gateway.post("/admin/keys", {"tenant": "north", "name": "ci"}, headers=bearer(admin)))[1]["key"]
+        wrong = {f"{same} characters right": admin[:same] + "?" * (len(admin) - same) for same in (0, 1, 69, 137)}
+        sent = {"no key": {}, **{name: bearer(key) for name, key in wrong.items()}}
+        sent |= {"longer": bearer(f"{admin}?"), "a tenant's": bearer(NORTH), "issued": bearer(issued)}
+        took_s: dict[str, list[float]] = {name: [] for name in sent}
+        statuses: dict[str, set[int]] = {name: set() for name in sent}
+        for _ in range(10_000 // len(sent)):
+            for name, headers in sent.items():
+                began_s = time.perf_counter()
+                async with gateway.session.get(f"{gateway.url}/admin/keys", headers=headers) as answer:
+                    await answer.read()
+                took_s[name].append(time.perf_counter() - began_s)
+                statuses[name].add(answer.status)
+    medians = {name: median(times) for name, times in took_s.items()}
+    print({name: f"{one * 1e6:.0f} us" for name, one in medians.items()})
+    assert statuses == {name: {403} if name in ("a tenant's", "issued") else {401} for name in sent}
+    assert max(medians.values()) <= 1.5 * min(medians.values()), medians
