@@ -1,9 +1,8 @@
 """Attention of one step over the paged cache: writes the step's keys and values, then reads whole prefixes.
 
-Three files read, each where it can: on a processor with bfloat16 products the compiled attention of
-engine/compute/paged.py, for layers whose scores are capped engine/compute/capped.py, and in all other cases
-engine/compute/flash.py with torch's kernels. Our own fused forward calls StepAttention directly. transformers' models
-call `paged_attention` by name, which is registered here: everything that a model asks of its attention is either done
+On the CPU attention.c reads (engine/compute/paged.py), and where it cannot be compiled, or on another device,
+engine/compute/reference.py. Our own fused forward calls StepAttention directly. transformers' models call
+`paged_attention` by name, which is registered here: everything that a model asks of its attention is either done
 or refused; an argument whose meaning is not implemented is never ignored. Knows nothing about tokens or scheduling:
 engine/compute/batch.py says which rows belong to which blocks, engine/compute/kv_cache.py holds them.
 """
@@ -19,36 +18,24 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from engine.compute.batch import Batch, Span, consecutive
-from engine.compute.capped import MAX_CAP, CappedAttention
-from engine.compute.flash import FlashAttention
-from engine.compute.flash_plan import MaskTemplates
 from engine.compute.kv_cache import KVCache
-from engine.compute.paged import PagedAttention, can_attend
+from engine.compute.paged import MAX_ROWS, PagedAttention, can_attend
+from engine.compute.reference import ReferenceAttention
 from engine.sequence import StepGivenUp
 
 
 class StepAttention:
     """Attention of one step over the paged cache. Made once for a step, used by every layer of it."""
 
-    def __init__(
-        self, cache: KVCache, masks: MaskTemplates, batch: Batch, unwanted: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, cache: KVCache, batch: Batch, unwanted: Callable[[], bool] | None = None) -> None:
         """`unwanted` is asked several times in every layer whether the step is to be given up."""
-        self._cache, self._masks, self._unwanted = cache, masks, unwanted
+        self._cache, self._unwanted = cache, unwanted
         self._slots = torch.from_numpy(batch.slots).to(cache.data.device)
         self._run = consecutive(batch.slots)
         self._spans = batch.spans
         # Of the rows that a model is asked for, the last so many are not the last of a work.
         self.num_scored = len(batch.scored)
-        self._compiled = can_attend(cache)
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """What depends on the spans."""
-        self._paged: PagedAttention | None = None
-        self._capped: CappedAttention | None = None
-        if not self._compiled:
-            self._flash = FlashAttention(self._cache, self._masks, self._spans)
+        self._attention: PagedAttention | ReferenceAttention | None = None  # made for the first layer
 
     @property
     def asks_every_row(self) -> bool:
@@ -60,7 +47,7 @@ class StepAttention:
         other = object.__new__(StepAttention)
         vars(other).update(vars(self))
         other._spans = [Span(row, 1, span.end - 1, span.table) for row, span in enumerate(self._spans)]
-        other._prepare()
+        other._attention = None
         return other
 
     def layer(
@@ -106,33 +93,22 @@ class StepAttention:
     ) -> Tensor:
         """Each row over its own prefix, itself included.
 
-        query    (rows, num_heads, head_dim), contiguous; rows beyond the step's own are padding
+        query    (rows, num_heads, head_dim), the last two contiguous; rows beyond the step's own are padding
         window   a row attends to its last `window` positions, its own included; None is all of them
         cap      scores s become cap * tanh(s / cap); None leaves them as they are
         Returns  (rows, num_heads, head_dim), contiguous; padding rows are zero
         """
-        if cap is not None:
-            return self._attend_capped(layer, query, scale, window, cap)
-        if self._compiled:
-            return self._attend_compiled(layer, query, scale, window)
-        return self._flash.attend(layer, query, scale, window)
-
-    def _attend_capped(self, layer: int, query: Tensor, scale: float | None, window: int | None, cap: float) -> Tensor:
-        if self._capped is None:
-            self._capped = CappedAttention(self._cache, self._spans)
-        out = torch.zeros_like(query)
-        self._capped.attend(layer, query, query.shape[2] ** -0.5 if scale is None else scale, window, cap, out)
-        return out
-
-    def _attend_compiled(self, layer: int, query: Tensor, scale: float | None, window: int | None) -> Tensor:
-        num_heads, head_dim = query.shape[1:]
-        if self._paged is None:
-            self._paged = PagedAttention(self._cache, self._spans, num_heads)
-        out = query.new_empty(query.shape)
+        if self._attention is None:
+            cache, spans = self._cache, self._spans
+            compiled = can_attend(cache) and query.shape[1] <= MAX_ROWS * cache.shape.num_kv_heads
+            self._attention = (
+                PagedAttention(cache, spans, query.shape[1]) if compiled else ReferenceAttention(cache, spans)
+            )
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
         end = self._spans[-1].row + self._spans[-1].count
         if end < len(out):
             out[end:] = 0
-        self._paged.attend(layer, query, head_dim**-0.5 if scale is None else scale, window, out)
+        self._attention.attend(layer, query, query.shape[2] ** -0.5 if scale is None else scale, window, cap, out)
         return out
 
 
@@ -181,8 +157,8 @@ def paged_attention(
         raise UnsupportedAttentionError(
             f"queries {tuple(query.shape)}, keys {tuple(key.shape)}, values {tuple(value.shape)}"
         )
-    if softcap is not None and not 0 < softcap <= MAX_CAP:
-        raise UnsupportedAttentionError(f"its scores are capped at {softcap}, which should be at most {MAX_CAP}")
+    if softcap is not None and not softcap > 0:
+        raise UnsupportedAttentionError(f"its scores are capped at {softcap}")
     if narrower:  # the cache has one width for both; zeros change no sum
         value = functional.pad(value, (0, narrower))
     key_value = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)), 1)

@@ -51,8 +51,6 @@ class KVCache:
         self.data = _zeros(size, shape.dtype, device)
         self.layers = self.data.unbind(0)  # (slots, 2, num_kv_heads, head_dim) each
         self.blocks = self.data.view(shape.num_layers, num_blocks + 1, -1).unbind(0)  # (num_blocks + 1, elements) each
-        keys, values = self.data.permute(2, 0, 3, 1, 4).unsqueeze(2).unbind(0)
-        self.keys, self.values = keys.unbind(0), values.unbind(0)  # (1, num_kv_heads, slots, head_dim) each
         self.zero_slot = num_blocks * block_size
 
     def zero(self, blocks: list[int]) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 import transformers
 
-from engine.compute.paged import library_digest
+from engine.compute.kernel import library_digest
 
 _FOLDER: Final = Path(__file__).parent
 _CPUINFO: Final = Path("/proc/cpuinfo")

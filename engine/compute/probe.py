@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from engine.compute.attention import ATTENTION_NAME, StepAttention, UnsupportedAttentionError
 from engine.compute.batch import make_batch
-from engine.compute.flash_plan import MaskTemplates
 from engine.compute.kv_cache import CacheShape, KVCache
 from engine.protocol import Sampling
 from engine.sequence import Sequence, Step, Work
@@ -113,7 +112,6 @@ def compare(
     texts = _texts(module)
     device = texts[0].device
     cache = KVCache(shape, num_blocks=16, block_size=BLOCK_SIZE, device=device)
-    masks = MaskTemplates(shape.dtype, device)
     tables = ([9, 3, 4, 11, 0, 7], [1, 14, 2])
     sequences = [
         Sequence("probe", i, array("I", text.tolist()), len(text), [], Sampling(max_tokens=1), block_table=table)
@@ -126,7 +124,7 @@ def compare(
         tokens, positions, rows = (
             torch.from_numpy(x).to(device) for x in (batch.tokens, batch.positions, batch.last_rows)
         )
-        logits = forward(tokens, positions, StepAttention(cache, masks, batch), rows)
+        logits = forward(tokens, positions, StepAttention(cache, batch), rows)
     if logits.shape != (len(texts), len(expected[0])):
         raise UnsupportedAttentionError(f"it returns logits of shape {tuple(logits.shape)} for {len(texts)} rows")
     for got, want in zip(logits.float(), expected, strict=True):

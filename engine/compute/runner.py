@@ -14,7 +14,6 @@ import torch
 
 from engine.compute.attention import StepAttention
 from engine.compute.batch import Batch, make_batch
-from engine.compute.flash_plan import MaskTemplates
 from engine.compute.kv_cache import KVCache, count_blocks
 from engine.compute.machine import choose_threads, usable_cores
 from engine.compute.model import LoadedModel
@@ -49,7 +48,6 @@ class ModelRunner:
                 f"engine.kv_cache_bytes: {settings.kv_cache_bytes} bytes hold less than two blocks of {need} bytes"
             )
         self.cache = KVCache(model.cache_shape, self.num_blocks, settings.block_size, model.device)
-        self._masks = MaskTemplates(model.cache_shape.dtype, model.device)
         self._pads = model.device.type == "cpu" and model.dtype == torch.float32
         self._sampler = Sampler()
         self._step_masks = StepMasks(model.vocab_size)
@@ -118,7 +116,7 @@ class ModelRunner:
         if len(batch.scored):
             rows = torch.cat((rows, torch.from_numpy(batch.scored).to(device)))
         wanted = len(rows)
-        attention = StepAttention(self.cache, self._masks, batch, unwanted)
+        attention = StepAttention(self.cache, batch, unwanted)
         if self._pads and len(rows) < LEAST_ROWS:  # repeat a row: what it computes is not written and not read
             rows = rows.expand(LEAST_ROWS)
             if len(tokens) < LEAST_ROWS:

@@ -13,8 +13,6 @@ from torch import nn
 
 from engine.compute.attention import StepAttention, UnsupportedAttentionError, paged_attention
 from engine.compute.batch import make_batch
-from engine.compute.capped import MAX_CAP
-from engine.compute.flash_plan import TILE_ROWS, MaskTemplates
 from engine.compute.kv_cache import CacheShape, KVCache, count_blocks
 from engine.protocol import Sampling
 from engine.sequence import Sequence, Step, Work
@@ -47,19 +45,19 @@ class Twin:
         return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_steps_of_any_mixture_equal_the_slow_twin(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     size = data.draw(st.sampled_from([4, 16, 32]))
-    shapes = [(1, 1, 8), (2, 4, 16), (3, 2, 24), (2, 4, 32), (1, 7, 64), (1, 9, 96)]
+    shapes = [(1, 1, 8), (2, 4, 16), (3, 2, 24), (2, 4, 32), (1, 7, 64), (1, 9, 96), (1, 2, 256)]
     kv_heads, group, head_dim = data.draw(st.sampled_from(shapes))
     window = data.draw(st.sampled_from([None, 1, 5, 40, 300]))
-    cap = data.draw(st.sampled_from([None, None, 0.5, 2.0, MAX_CAP]))
+    cap = data.draw(st.sampled_from([None, None, 0.5, 2.0, 60.0]))
     cache = KVCache(CacheShape(LAYERS, kv_heads, head_dim, dtype), 4096 // size, size, CPU)
     cache.data[:, : cache.zero_slot] = float("nan")
     free = data.draw(st.sampled_from([list, _shuffled]))(range(cache.num_blocks))
-    masks, twin = MaskTemplates(dtype, CPU), Twin()
+    twin = Twin()
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
     sequences = [Sequence("", i, array("I"), 0, [], Sampling(max_tokens=1)) for i in range(5)]
     for _ in range(data.draw(st.integers(1, 4))):
@@ -78,46 +76,24 @@ def test_steps_of_any_mixture_equal_the_slow_twin(data: st.DataObject) -> None:
         if fresh:
             cache.zero(fresh)
         batch = make_batch(Step(work), size)
+        compiled = data.draw(st.booleans(), label="compiled, where it can be")
         with pytest.MonkeyPatch.context() as patch:
-            if not data.draw(st.booleans(), label="compiled, where it can be"):
+            if not compiled:
                 patch.setattr("engine.compute.attention.can_attend", lambda cache: False)
-            attention = StepAttention(cache, masks, batch)
-        for layer in range(LAYERS):
-            query = torch.randn(batch.num_tokens, kv_heads * group, head_dim, generator=generator).to(dtype)
-            key_value = torch.randn(batch.num_tokens, 2, kv_heads, head_dim, generator=generator).to(dtype)
-            got = attention.layer(layer, query, key_value, window=window, cap=cap)
-            want = twin.layer(work, layer, query, key_value, window, cap)
-            tolerance = 1e-5 if dtype == torch.float32 else 0.03
-            torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
-            last = attention.last_rows().attend(layer, query[batch.last_rows].contiguous(), window=window, cap=cap)
-            if dtype == torch.float32 or cap:
+            attention = StepAttention(cache, batch)
+            for layer in range(LAYERS):
+                query = torch.randn(batch.num_tokens, kv_heads * group, head_dim, generator=generator).to(dtype)
+                key_value = torch.randn(batch.num_tokens, 2, kv_heads, head_dim, generator=generator).to(dtype)
+                got = attention.layer(layer, query, key_value, window=window, cap=cap)
+                want = twin.layer(work, layer, query, key_value, window, cap)
+                tolerance = 1e-5 if dtype == torch.float32 else 0.03
+                torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
+                last = attention.last_rows().attend(layer, query[batch.last_rows], window=window, cap=cap)
                 assert torch.equal(last, got[batch.last_rows])
-            else:
-                torch.testing.assert_close(last.double(), want[batch.last_rows], atol=0.03, rtol=0.03)
 
 
 def _shuffled(blocks: range) -> list[int]:
     return torch.randperm(len(blocks), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-@given(
-    start=st.integers(0, 3000),
-    rows=st.integers(1, TILE_ROWS),
-    window=st.sampled_from([None, 1, 7, 300, 5000]),
-    data=st.data(),
-)
-@settings(max_examples=60, deadline=None)
-def test_masks_are_cut_right_from_their_template(start: int, rows: int, window: int | None, data: Any) -> None:
-    keys = data.draw(st.integers(1, start + rows))
-    mask = _TEMPLATES.mask(start, rows, keys, window)
-    query, key = torch.arange(start, start + rows)[:, None], torch.arange(keys)
-    seen = (key <= query) & (key > query - (window or 10**9))
-    assert mask.shape == (rows, keys)
-    assert torch.equal(mask == 0, seen)
-    assert torch.equal(mask == float("-inf"), ~seen)
-
-
-_TEMPLATES = MaskTemplates(torch.float32, CPU)
 
 
 @pytest.mark.parametrize("blocks", [[3], [2, 3, 4], [5, 1, 3]])
@@ -133,9 +109,7 @@ def test_zeroing_touches_the_named_blocks_only(blocks: list[int]) -> None:
 def test_padding_rows_are_not_written_and_come_back_as_zero() -> None:
     cache = KVCache(CacheShape(1, 2, 8, torch.float32), 4, 16, CPU)
     sequence = Sequence("", 0, array("I", [5]), 1, [], Sampling(max_tokens=1), block_table=[2])
-    attention = StepAttention(
-        cache, MaskTemplates(torch.float32, CPU), make_batch(Step([Work(sequence, 0, 1, samples=True)]), 16)
-    )
+    attention = StepAttention(cache, make_batch(Step([Work(sequence, 0, 1, samples=True)]), 16))
     out = attention.layer(0, torch.ones(2, 4, 8), torch.ones(2, 2, 2, 8))
     assert out[0].eq(1).all()
     assert out[1].eq(0).all()
@@ -183,7 +157,7 @@ def test_values_narrower_than_keys_are_stored_with_zeros_behind_them() -> None:
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        ({"softcap": 1000.0}, "capped at 1000"),
+        ({"softcap": -1.0}, "capped at -1"),
         ({"value": torch.zeros(1, 2, 6, 9)}, "values"),
         ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),

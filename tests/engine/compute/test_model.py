@@ -142,7 +142,7 @@ _GROUPED = KINDS["llama"][1]
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("Gemma2", {**_GROUPED, "head_dim": 8, "attn_logit_softcapping": 1000.0}, "capped at 1000"),
+        ("Gemma2", {**_GROUPED, "head_dim": 8, "attn_logit_softcapping": -1.0}, "capped at -1"),
         ("GptOss", {**_GROUPED, "head_dim": 8, "num_local_experts": 4}, "s_aux"),
         ("Bloom", {"vocab_size": 211, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "foreign attention"),
         ("Mamba", {"vocab_size": 211, "hidden_size": 64, "num_hidden_layers": 2}, "0 of its 2 layers"),

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from engine.compute import flash, linear, model
+from engine.compute import linear, model
 from engine.compute.linear import PackedWeight, can_pack, is_quick
 from engine.compute.model_files import ModelError
 from tests.fakes.tiny_models import Driver, make_runner, random_ids
@@ -21,8 +21,7 @@ def torch_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str, overload: str = "default") -> object | None:
         return real(f"{name}_that_is_gone", overload)
 
-    for module in (linear, flash):
-        monkeypatch.setattr(module, "find_operator", find)
+    monkeypatch.setattr(linear, "find_operator", find)
     real.cache_clear()
 
 
@@ -49,7 +48,6 @@ def test_without_them_layers_stay_as_they_are_and_the_log_names_what_is_missing(
         ("mkldnn::_reorder_linear_weight", "default"),
         ("mkldnn::_linear_pointwise", "default"),
         ("mkldnn::_linear_pointwise", "binary"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu", "default"),
     ],
     ids="::".join,
 )
@@ -65,10 +63,8 @@ def test_a_model_computes_the_same_without_any_one_of_them(
         "find_operator",
         lambda name, overload="default": None if (name, overload) == gone else real(name, overload),
     )
-    if gone[0].startswith("aten"):
-        monkeypatch.setattr(flash, "_FLASH_CPU", flash._plain)
     runner = make_runner("llama")
-    assert runner.model.is_fused is gone[0].startswith("aten")
+    assert not runner.model.is_fused
     driver = Driver(runner)
     torch.testing.assert_close(driver.prefill(driver.sequence(ids, 3), cuts=[256]), want, atol=2e-4, rtol=2e-4)
 
@@ -76,24 +72,7 @@ def test_a_model_computes_the_same_without_any_one_of_them(
 def test_all_of_them_are_in_the_torch_that_is_tested() -> None:
     for name in ("mkldnn::_reorder_linear_weight", "mkldnn::_linear_pointwise", *linear._QUICK.values()):
         assert linear.find_operator(name) is not None
-    assert flash._FLASH_CPU is not flash._plain
     assert PackedWeight(torch.ones(16, 16), None).out_features == 16
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plain_kernel_computes_what_torchs_flash_kernel_computes(causal: bool, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(2, 3, 16, 32, generator=generator).to(dtype) for _ in range(3))
-    mask = None if causal else torch.zeros(16, 16, dtype=dtype).masked_fill(torch.ones(16, 16).triu(3) > 0, -torch.inf)
-    near = 1e-5 if dtype == torch.float32 else 2e-2
-    for plain, kernel in zip(
-        flash._plain(query, key, value, 0.0, causal, attn_mask=mask, scale=0.2),
-        flash._FLASH_CPU(query, key, value, 0.0, causal, attn_mask=mask, scale=0.2),
-        strict=True,
-    ):
-        assert plain.dtype == kernel.dtype
-        assert torch.allclose(plain.float(), kernel.float(), atol=near)
 
 
 def test_auto_is_the_cpu_also_where_there_is_a_gpu(

@@ -1,0 +1,127 @@
+"""Compiles and loads attention.c, and says which of its instruction sets this processor has.
+
+The system's C compiler makes the library once for a machine, with every instruction set in it. It is kept in the user's
+cache folder under a name made of the source and the compiler's flags, so a new version of the source is a new file.
+Where anything is missing (a compiler, a folder to write to) there is no library, the log says once why not, and
+engine/compute/reference.py attends. Never raises for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCE: Final = Path(__file__).with_name("attention.c")
+COMPILERS: Final = ("cc", "gcc", "clang")
+FLAGS: Final = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-lm")
+COMPILE_S: Final = 120.0  # seconds that the compiler may take; 6 are usual
+VARIANTS: Final = ("plain", "neon", "avx2", "avx512", "avx512_bf16")  # of the source, in order; later ones are quicker
+_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of caches, of the source
+
+
+class Item(ctypes.Structure):
+    """item_t of the source."""
+
+    _fields_ = (
+        ("table", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("first_row", "num_rows", "begin", "end", "kept", "head", "num_heads", "unused")
+        ),
+    )
+
+
+class Call(ctypes.Structure):
+    """call_t of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "out", "cache", "row_index", "positions", "tables", "items")),
+        *((name, ctypes.c_void_p) for name in ("results_at", "results", "parallel")),
+        *((name, ctypes.c_int64) for name in ("num_keeping", "num_items", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("block_size", "query_stride", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int32) for name in ("kind", "variant", "threads", "unused")),
+    )
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """None where it cannot be compiled. The first call on a machine takes seconds."""
+    try:
+        library = ctypes.CDLL(str(_compiled(default_folder())))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        log.warning("attention is computed with torch, which is slower: %s", error)
+        return None
+    library.kvasir_attend.argtypes = (ctypes.POINTER(Call),)
+    library.kvasir_supports.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    return library
+
+
+@functools.cache
+def supported(dtype: torch.dtype, head_dim: int) -> tuple[int, ...]:
+    """Variants that this processor can run on a cache, as indices of VARIANTS; empty without the library."""
+    library, kind = load_library(), _KINDS.get(dtype)
+    if library is None or kind is None:
+        return ()
+    return tuple(number for number in range(len(VARIANTS)) if library.kvasir_supports(number, kind, head_dim))
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    return _KINDS[dtype]
+
+
+@functools.cache
+def find_parallel() -> int | None:
+    """Address of GOMP_parallel in the OpenMP that torch computes with: its threads are awake when its products end."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError, TypeError):
+        log.info("attention runs on one thread: torch's OpenMP has no GOMP_parallel")
+        return None
+
+
+def library_digest() -> str:
+    """Of the library that computes attention, as it was compiled here; `none` where torch does. Compilers differ."""
+    if load_library() is None:
+        return "none"
+    return hashlib.sha256(_compiled(default_folder()).read_bytes()).hexdigest()[:16]
+
+
+def default_folder() -> Path:
+    """Where the library is kept. Raises RuntimeError when the user has no home."""
+    return Path.home() / ".cache" / "kvasir" / "native"
+
+
+def _compiled(folder: Path) -> Path:
+    """The library in `folder`, compiled if it is not there. Another process may do the same at the same time."""
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    identity = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:20]
+    library = folder / f"attention-{identity}.so"
+    if library.is_file():
+        return library
+    if compiler is None:
+        raise OSError(f"there is no C compiler ({', '.join(COMPILERS)})")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, made = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(descriptor)
+    try:
+        command = [compiler, str(SOURCE), "-o", made, *FLAGS]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)  # noqa: S603
+        if ended.returncode:
+            raise OSError(f"{compiler} failed: {ended.stderr.strip().splitlines()[:1]}")
+        os.replace(made, library)
+    finally:
+        Path(made).unlink(missing_ok=True)
+    return library
