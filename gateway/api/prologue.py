@@ -124,7 +124,7 @@ class Prologue:
         if self.directory.has_made:
             self._hold_to_made(http, record, tenant)
         record.ignored.refuse = self.refuses_unknown(tenant.name)
-        if rooms := self.limits.rooms(*record.owners):
+        if self.limits.has_any and (rooms := self.limits.rooms(*record.owners)):
             record.allowance = Allowance(**rooms)
         record.reuse = from_headers(http.headers)
         record.namespace = http.headers.get(NAMESPACE_HEADER, "").strip()

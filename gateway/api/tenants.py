@@ -219,6 +219,13 @@ def _may_use(tenant: Tenant, tenants: Sequence[str] | frozenset[str]) -> bool:
 async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Need], model: str | None = None) -> None:
     """Once for each request. Raises RateLimitError. Nothing happens without limits and a budget, of the tenant or its
     key, and of the batch lane only money is set aside. `model` is the record's where it is not given."""
+    if limits.has_any:
+        await _set_aside(limits, record, need, model)
+    if record.span is not None:
+        record.admitted_ms = elapsed_ms(record)
+
+
+async def _set_aside(limits: TenantLimits, record: Record, need: Callable[[], Need], model: str | None) -> None:
     owners, budgets = record.owners, limits.budgets
     if record.hold is None and record.lane != "batch" and limits.has(*owners):
         try:
@@ -232,8 +239,6 @@ async def set_aside(limits: TenantLimits, record: Record, need: Callable[[], Nee
             record.money = await limits.set_money_aside(owners, model, need(), at_batch_price=record.at_batch_price)
         finally:
             record.budget = budgets.header(*owners)
-    if record.span is not None:
-        record.admitted_ms = elapsed_ms(record)
 
 
 def need_of(call: Call, body_bytes: int, context_tokens: int) -> Need:

@@ -158,6 +158,10 @@ class Budgets:
         """Of prices, where there is more than one: then no budget may be set."""
         return self._prices.several_currencies
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._accounts)
+
     def has(self, *owners: str) -> bool:
         """Whether any has one."""
         return bool(self._accounts) and any(owner in self._accounts for owner in owners)

@@ -104,6 +104,11 @@ class TenantLimits:
         if self.budgets is not None:
             await self.budgets.refresh()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any owner has a limit or a budget."""
+        return bool(self._accounts) or (self.budgets is not None and self.budgets.has_any)
+
     def has(self, *owners: str) -> bool:
         """Whether any has any limit."""
         return not self._accounts.keys().isdisjoint(owners)
