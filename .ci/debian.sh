@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Installs a browser, a font, promtool, and a compiler and emulator for ARM from Debian, and playwright into the virtual
+# Installs a browser, a font, promtool, and compilers and an emulator for ARM from Debian, and playwright into the virtual
 # environment, for tests of the dashboard, of /metrics and of the attention kernel: once, and bounded in time. Debian
 # keeps only its newest Chromium.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/deploy/environment"
 
-packages="chromium fonts-dejavu-core prometheus gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
+packages="chromium fonts-dejavu-core prometheus clang gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
 # shellcheck disable=SC2086  # one word for each package
 if ! dpkg-query -W $packages >/dev/null 2>&1; then
     # At this run level Debian does not start the Prometheus that comes with promtool.
     export -f debian_install say
     RUNLEVEL=1 timeout 900 bash -c 'debian_install "$@"' bash $packages ||
-        say "Chromium, promtool or an emulator is not there: tests that need them are skipped"
+        say "Chromium, promtool, a compiler or an emulator is not there: tests that need them are skipped"
 fi
 
 wanted="playwright==1.65.2 greenlet==3.5.6 pyee==13.0.1"
