@@ -27,7 +27,7 @@ ASK: dict[str, Any] = {"model": "up-1", "messages": [{"role": "user", "content":
 WATCHED_S = 8.0
 MOST_MS = 10.0
 """Of the gateway's CPU, that a page may ask for in a second."""
-MORE_LOOKS = 2
+MORE_LOOKS = 4
 LIMIT_S = 60.0
 RING = "kvasir:{requests}.ring"
 
