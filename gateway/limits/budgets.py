@@ -31,7 +31,7 @@ from gateway.errors import BudgetError, RedisDownError
 from gateway.limits.counters import redis_key
 from gateway.limits.holds import Hold
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
-from gateway.types import NANO
+from gateway.types import NANO, owner_in_words, tenant_of
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class _Account:
 
     @property
     def tenant(self) -> str:
-        return self.owner.partition("/")[0]
+        return tenant_of(self.owner)
 
     @property
     def book(self) -> str:
@@ -164,7 +164,7 @@ class Budgets:
 
     def has(self, *owners: str) -> bool:
         """Whether any has one."""
-        return bool(self._accounts) and any(owner in self._accounts for owner in owners)
+        return not self._accounts.keys().isdisjoint(owners)
 
     def state(self, owner: str) -> BudgetState | None:
         """As this gateway knows it. No I/O."""
@@ -270,8 +270,7 @@ class Budgets:
     def _refusal(self, account: _Account) -> BudgetError:
         _, reset_s = self._roll(account)
         limit, used = _money(account.limit), _money(account.used)
-        tenant, _, key = account.owner.partition("/")
-        name = f"the key {key} of {tenant}" if key else tenant
+        name = owner_in_words(account.owner)
         reset = datetime.fromtimestamp(reset_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         text = f"The budget of {name} for this {account.kind} is spent: Limit {limit}, Used {used}. "
         if account.used < account.limit:

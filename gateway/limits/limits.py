@@ -24,7 +24,7 @@ from gateway.limits.amounts import Amounts, Limits, costs, limits_of, refusal, t
 from gateway.limits.budgets import Budgets
 from gateway.limits.counters import Costs, Counters, SharedCounters, Take, Taken, quiet, room
 from gateway.limits.holds import Hold
-from gateway.types import LimitKind, Need, Room, Usage
+from gateway.types import LimitKind, Need, Room, Usage, owner_in_words, tenant_of
 
 CLOSE_LIMIT_S: Final = 2.0
 """Seconds for unsent corrections when the gateway ends."""
@@ -184,7 +184,7 @@ class TenantLimits:
         return Hold(partial(self._settle, parts, counters))
 
     def _note(self, owner: str, error: RateLimitError) -> None:
-        self._refused.setdefault(_tenant(owner), Counter())[error.limit] += 1
+        self._refused.setdefault(tenant_of(owner), Counter())[error.limit] += 1
 
     def start(self) -> None:
         self._started = True
@@ -209,7 +209,7 @@ class TenantLimits:
     def figures(self) -> dict[str, Any]:
         """For /metrics and /admin/stats, as of the last answers of the counters: of tenants, as keys may be many. What
         a limit of a key refused is among what its tenant was refused."""
-        figures = {name: self._figures(account) for name, account in self._accounts.items() if _tenant(name) == name}
+        figures = {name: self._figures(account) for name, account in self._accounts.items() if tenant_of(name) == name}
         for name, budget in ({} if self.budgets is None else self.budgets.figures()).items():
             figures.setdefault(name, {"refused": {}})["budget"] = budget
         for name, refused in self._refused.items():
@@ -248,10 +248,6 @@ class TenantLimits:
             sending.add_done_callback(self._sending.discard)
 
 
-def _tenant(owner: str) -> str:
-    return owner.partition("/")[0]
-
-
 def _refusal(asked: Sequence[tuple[_Part, Taken]]) -> RateLimitError:
     """Of the owner that needs the longer wait, where it is one of time."""
 
@@ -261,5 +257,4 @@ def _refusal(asked: Sequence[tuple[_Part, Taken]]) -> RateLimitError:
 
     longest = max(asked, key=wait)
     part, taken = longest if wait(longest) else asked[longest[1].refused_by]
-    tenant, _, key = part.account.owner.partition("/")
-    return refusal(part.limits, part.amounts, taken, f"the key {key} of {tenant}" if key else tenant)
+    return refusal(part.limits, part.amounts, taken, owner_in_words(part.account.owner))

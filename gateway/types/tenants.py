@@ -63,6 +63,17 @@ def owners_of(tenant: str, key: str = "") -> tuple[str, ...]:
     return (tenant, f"{tenant}/{key}") if key else (tenant,)
 
 
+def tenant_of(owner: str) -> str:
+    """The owner itself, or the tenant whose key it is."""
+    return owner.partition("/")[0]
+
+
+def owner_in_words(owner: str) -> str:
+    """For messages."""
+    tenant, _, key = owner.partition("/")
+    return f"the key {key} of {tenant}" if key else tenant
+
+
 LimitKind = Literal["requests", "tokens", "input_tokens", "output_tokens"]
 """What is limited per minute; tokens are those of prompts and completions together."""
 
