@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 from engine.protocol import TOKEN_BYTES, Breakpoint, SequenceUpdate
-from gateway.types import ChatPrompt, EncodedPrompt, Lease, Request, Trace
+from gateway.types import ChatPrompt, EncodedPrompt, Lease, Request, Trace, elapsed_ms
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class KeyMisses:
 
 def meter_start(request: Request, update: SequenceUpdate) -> None:
     """With the first update of a sequence: when the first token came."""
-    request.trace.first_token_ms = (time.monotonic() - request.received_s) * 1e3
+    request.trace.first_token_ms = elapsed_ms(request)
     request.trace.queue_ms += update.queue_ms or 0.0
 
 

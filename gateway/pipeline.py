@@ -32,7 +32,7 @@ from gateway.metering import KeyMisses
 from gateway.receipts import Receipts
 from gateway.sequence import RunningSequence
 from gateway.stages import Engine, Hosted, Index, Prompts, Queue, Registry, Responses
-from gateway.types import AnswerCheck, Ask, ChatPrompt, EncodedPrompt, Event, Group, Prompt, Request
+from gateway.types import AnswerCheck, Ask, ChatPrompt, EncodedPrompt, Event, Group, Prompt, Request, elapsed_ms
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +112,9 @@ class Pipeline:
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Steps 2 to 6."""
         # 2. Render and tokenise. All engines of a model share tokeniser and context.
-        request.trace.looked_up_ms = (time.monotonic() - request.received_s) * 1e3
+        request.trace.looked_up_ms = elapsed_ms(request)
         prompt, model, is_rendered = await self._encode(request)
-        request.trace.encoded_ms = (time.monotonic() - request.received_s) * 1e3
+        request.trace.encoded_ms = elapsed_ms(request)
         sampling = _fit(request, prompt, model)
         if request.tool_use is not None:
             request = replace(request, constraint=self._prompts.constraint(request, model))

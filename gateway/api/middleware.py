@@ -35,7 +35,6 @@ from gateway.api.record import (
     Record,
     cache_headers,
     common_headers,
-    elapsed_ms,
     failed,
     is_final,
     known_error,
@@ -46,6 +45,7 @@ from gateway.errors import BadRequestError, KvasirError, MethodNotAllowedError, 
 from gateway.logs import Fields, later
 from gateway.native import no_panic
 from gateway.propagation import CURRENT, TRACEPARENT, TRACESTATE, read_parent
+from gateway.types import elapsed_ms
 
 DIALECTS: tuple[Dialect, ...] = (ANTHROPIC, GEMINI, OPENAI)
 """The first that a request speaks; the last takes all that are left."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -24,7 +23,7 @@ from gateway.issued.base import IssuedKey
 from gateway.ledger.base import Entry
 from gateway.limits.holds import Hold
 from gateway.propagation import Parent, RequestSpan
-from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage, owners_of
+from gateway.types import PLAIN_REUSE, Allowance, Lookup, Reuse, Tenant, Tier, Trace, Usage, elapsed_ms, owners_of
 
 if TYPE_CHECKING:
     from gateway.api.checks import Check
@@ -251,11 +250,6 @@ def listed(models: Mapping[str, int], record: Record) -> dict[str, int]:
     """Those that the request's tenant and key may use."""
     may_use = record.may_use
     return dict(models) if may_use is None else {name: at for name, at in models.items() if may_use(name)}
-
-
-def elapsed_ms(record: Record) -> float:
-    """Milliseconds since the request arrived."""
-    return (time.monotonic() - record.received_s) * 1e3
 
 
 def common_headers(record: Record) -> dict[str, str]:

@@ -30,7 +30,6 @@ from gateway.api.record import (
     REQUEST_ID,
     Record,
     common_headers,
-    elapsed_ms,
     kvasir_headers,
 )
 from gateway.api.replies import Stamp
@@ -39,7 +38,7 @@ from gateway.errors import KvasirError
 from gateway.limits.limits import TenantLimits
 from gateway.stages import Registry
 from gateway.tasks import off_loop, work_of
-from gateway.types import Lookup, Need, Tenant, Trace
+from gateway.types import Lookup, Need, Tenant, Trace, elapsed_ms
 
 OVERHEAD_BYTES: Final = 2048
 """Of an entry, besides its bytes: objects, headers, its place in the order."""

@@ -29,13 +29,13 @@ from gateway.api.checks import Check
 from gateway.api.facts import facts_of
 from gateway.api.fallback import context_of, why_another
 from gateway.api.passthrough import Passthrough
-from gateway.api.record import BODY, RECORD, TENANT, ChosenTarget, Record, Spent, elapsed_ms
+from gateway.api.record import BODY, RECORD, TENANT, ChosenTarget, Record, Spent
 from gateway.api.routing import Facts, Order, State, choose_order
 from gateway.config import ALL_TENANTS, AliasSettings
 from gateway.digests import dump
 from gateway.errors import CheckFailedError, KvasirError, ModelNotFoundError, UpstreamRefusedError
 from gateway.tasks import off_loop
-from gateway.types import Replay, Tenant
+from gateway.types import Replay, Tenant, elapsed_ms
 
 log = logging.getLogger(__name__)
 

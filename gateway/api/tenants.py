@@ -21,14 +21,14 @@ from engine.protocol import TOKEN_BYTES
 from gateway.api import sessions
 from gateway.api.call import Call
 from gateway.api.fields import shown
-from gateway.api.record import ISSUED, Record, elapsed_ms
+from gateway.api.record import ISSUED, Record
 from gateway.api.sessions import Session
 from gateway.config import ALL_TENANTS, PRIVATE, AuthSettings, CacheKeyMode, NamespaceSettings, TenantSettings
 from gateway.digests import key_digest
 from gateway.errors import ForbiddenError, UnauthorizedError
 from gateway.issued.directory import Directory
 from gateway.limits.limits import TenantLimits
-from gateway.types import ANONYMOUS, ChatPrompt, Need, Prompt, Scope, Tenant, TextPrompt, TokenPrompt
+from gateway.types import ANONYMOUS, ChatPrompt, Need, Prompt, Scope, Tenant, TextPrompt, TokenPrompt, elapsed_ms
 
 NAMESPACE_HEADER = "x-kvasir-namespace"
 MAX_SCOPES = 1024  # that are remembered; a kilobyte each, with the longest key and salt

@@ -33,11 +33,11 @@ from gateway.api.answering import Answering
 from gateway.api.call import Call
 from gateway.api.openai.request import parse_chat
 from gateway.api.openai.wire import OPENAI
-from gateway.api.record import Record, elapsed_ms, failed, known_error
+from gateway.api.record import Record, failed, known_error
 from gateway.api.replies import new_id
 from gateway.config import ALL_TENANTS, ConfigError, LeaseSettings, ServerSettings, Settings, WarmSettings, duration_s
 from gateway.errors import BadRequestError, ForbiddenError, KvasirError, ModelNotFoundError, RedisDownError
-from gateway.types import ANONYMOUS, ChatPrompt, Group, Marker, Reuse, Tenant, Trace
+from gateway.types import ANONYMOUS, ChatPrompt, Group, Marker, Reuse, Tenant, Trace, elapsed_ms
 
 log = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -308,3 +309,15 @@ class Ask:
     block_size: int = 0
     affinity: str = ""
     route: list[Candidate] | None = field(default=None, compare=False)
+
+
+class Arrived(Protocol):
+    """What has come from a client; `received_s` is by the monotonic clock."""
+
+    @property
+    def received_s(self) -> float: ...
+
+
+def elapsed_ms(one: Arrived) -> float:
+    """Milliseconds since it arrived."""
+    return (time.monotonic() - one.received_s) * 1e3
