@@ -1,0 +1,163 @@
+"""Weights in 8 or 4 bits, and products with them.
+
+A weight (out, in) is cut into groups of `group` inputs of one output, each with a scale and perhaps a minimum of its
+own: w = q * scale + minimum. A product rounds each row of activations to 8 bits, per run of 32 inputs (16 with groups
+of 16) by its largest number, so that the inner products are of whole numbers and exact; they are multiplied with both
+scales and added in float32, run after run, in this order whatever computes them. So a row's numbers never depend on
+the rows beside it, on threads or on the instruction set. `multiply_slowly` is the definition, and what computes where
+there is no compiler. The formats of llama.cpp's Q8_0, Q4_0, Q4_1, Q4_K and Q6_K map to these without loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+RUN: Final = 32  # inputs whose activations share a scale
+_SLOW_FLOATS: Final = 16 << 20  # of inner products that the slow way holds at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A weight (out, in) as w = q * scale + minimum.
+
+    bits    8 or 4
+    values  int8 (out, in); with 4 bits uint8 (out, in / 2), two numbers in each, the first in the low half: q is
+            0 .. 15 with minima, and the number less 8 without
+    scales  float32 (out, in / group)
+    minima  the same shape, or None
+    group   inputs that share a scale: 16 (8 bits only), a multiple of 32, or all
+    """
+
+    bits: Literal[8, 4]
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None
+    group: int
+
+    def __post_init__(self) -> None:
+        out, inputs = self.shape
+        if self.group != inputs and self.group % RUN and (self.group, self.bits) != (16, 8):
+            raise ValueError(f"groups of {self.group} in {self.bits} bits: should be 32, 64, ..., or 16 in 8 bits")
+        wanted = (out, inputs // self.group)
+        shapes = [tuple(one.shape) for one in (self.scales, self.minima) if one is not None]
+        if inputs % self.group or any(shape != wanted for shape in shapes):
+            raise ValueError(f"scales {shapes} of a weight {self.shape} in groups of {self.group}: should be {wanted}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        out, width = self.values.shape
+        return out, width * (8 // self.bits)
+
+    @property
+    def nbytes(self) -> int:
+        """Of values, scales and minima."""
+        return sum(one.nbytes for one in (self.values, self.scales, self.minima) if one is not None)
+
+
+def quantize(weight: Tensor, bits: Literal[8, 4], group: int | None = None) -> Quantized:
+    """The nearest weight in so many bits: symmetric in 8, between the least and the largest of a group in 4.
+
+    weight  (out, in), of floating point
+    group   inputs that share a scale; None: all in 8 bits; in 4 bits 32, or all where `in` is not a multiple
+    """
+    out, inputs = weight.shape
+    group = group or (RUN if bits == 4 and inputs % RUN == 0 else inputs)
+    parts = weight.detach().float().view(out, -1, group)
+    if bits == 8:
+        scales = parts.abs().amax(-1) / 127
+        values = _divide(parts, scales).round_().to(torch.int8)
+        return Quantized(8, values.view(out, inputs), scales, None, group)
+    least, most = parts.aminmax(dim=-1)
+    scales = (most - least) / 15
+    numbers = _divide(parts - least[..., None], scales).round_().clamp_(0, 15).to(torch.uint8).view(out, inputs)
+    return Quantized(4, pack_nibbles(numbers), scales, least, group)
+
+
+def _divide(parts: Tensor, scales: Tensor) -> Tensor:
+    return parts / torch.where(scales > 0, scales, 1)[..., None]
+
+
+def pack_nibbles(numbers: Tensor) -> Tensor:
+    """uint8 (out, in), each 0 .. 15 -> (out, in / 2), the first of two in the low half."""
+    return numbers[:, ::2] | numbers[:, 1::2] << 4
+
+
+def _numbers(q: Quantized) -> Tensor:
+    """q of each weight, float32 (out, in)."""
+    if q.bits == 8:
+        return q.values.float()
+    numbers = torch.stack((q.values & 15, q.values >> 4), -1).view(q.shape).float()
+    return numbers if q.minima is not None else numbers - 8
+
+
+def dequantize(q: Quantized) -> Tensor:
+    """float32 (out, in)"""
+    weight = _numbers(q).view(q.shape[0], -1, q.group) * q.scales[..., None]
+    if q.minima is not None:
+        weight += q.minima[..., None]
+    return weight.view(q.shape)
+
+
+def round_rows(rows: Tensor, run: int) -> tuple[Tensor, Tensor]:
+    """float32 (num_rows, in) -> whole numbers in float32 (num_rows, runs, run), -127 .. 127, and their scales
+    (num_rows, runs). The last run is filled with zeros. What is not finite has a scale that is not finite."""
+    count, inputs = rows.shape
+    parts = functional.pad(rows, (0, -inputs % run)).view(count, -(-inputs // run), run)
+    most = parts.abs().amax(-1)
+    inverse = torch.where(most > 1e-30, 127 / most, 0)
+    return (parts * inverse[..., None]).round_(), most / 127
+
+
+def multiply_slowly(rows: Tensor, q: Quantized) -> Tensor:
+    """float32 (num_rows, in) -> (num_rows, out): the definition of a product, bit for bit."""
+    out, inputs = q.shape
+    run = min(RUN, q.group) if q.group != inputs else RUN
+    weight = functional.pad(_numbers(q), (0, -inputs % run)).view(out, -1, run).permute(1, 2, 0)
+    runs_of = -(-q.group // run)  # runs that share a scale
+    answers = []
+    for some in torch.split(rows, max(1, _SLOW_FLOATS // (len(weight) * out))):
+        x, scale = round_rows(some, run)
+        inner, whole = x.transpose(0, 1) @ weight, x.sum(-1)  # exact: below 2 ** 24
+        answer = torch.zeros(len(some), out)
+        for i in range(len(weight)):
+            answer += inner[i] * (scale[:, i, None] * q.scales[:, i // runs_of])
+            if q.minima is not None:
+                answer += (whole[:, i] * scale[:, i])[:, None] * q.minima[:, i // runs_of]
+        answers.append(answer)
+    return torch.cat(answers)
+
+
+class QuantizedWeight:
+    """A linear layer's quantised weight and its bias, with the interface of engine.compute.linear.PackedWeight."""
+
+    __slots__ = ("_bias", "_weight", "in_features", "out_features")
+
+    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight
+        self._bias = None if bias is None else bias.detach().float()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows @ weight.T + bias"""
+        answer = multiply_slowly(rows.reshape(-1, self.in_features).float(), self._weight)
+        if self._bias is not None:
+            answer += self._bias
+        return answer.view(*rows.shape[:-1], self.out_features).to(rows.dtype)
+
+    def swish(self, rows: Tensor) -> Tensor:
+        """silu(rows @ weight.T + bias)"""
+        return functional.silu(self(rows))
+
+    def multiply(self, rows: Tensor, factor: Tensor) -> Tensor:
+        """(rows @ weight.T + bias) * factor"""
+        return self(rows) * factor
+
+    def add(self, rows: Tensor, summand: Tensor) -> Tensor:
+        """rows @ weight.T + bias + summand"""
+        return self(rows) + summand
