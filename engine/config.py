@@ -13,7 +13,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationError,
+)
 
 from engine.protocol import HashName
 
@@ -44,7 +53,7 @@ class EngineSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; `auto` is what it was saved in, if this machine is quick at it."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, ...; `auto` is the CPU. With `cuda` several engines have a GPU each."""
+    """`auto` is the CPU; `cuda` or `cuda:1` is an experiment. With `cuda` several engines have a GPU each."""
     listen: str = "127.0.0.1:8090"
     """Where gateways connect: `host:port`, or `unix:PATH` for a socket file."""
     advertise: str | None = None
@@ -53,8 +62,10 @@ class EngineSettings(Section):
     """Shared with the gateways; required where `listen` is neither a loopback address nor a socket file."""
     block_size: Annotated[int, Field(ge=4, le=1024)] = 16
     """Tokens per block."""
-    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 2 << 30
-    """Bytes of memory for the keys and values of all blocks."""
+    kv_cache_bytes: Annotated[NonNegativeInt, BeforeValidator(lambda value: 0 if value == "auto" else value)] = 0
+    """Bytes of memory for keys and values; 0 or `auto` is half of what the loaded model leaves free."""
+    memory_bytes: NonNegativeInt = 0
+    """Bytes of memory for all of one engine; 0 is what is free, shared by the engines of `kvasir serve`."""
     host_bytes: NonNegativeInt = 0
     """Bytes of host memory for blocks below those of a GPU; 0 is none, which is right on a CPU."""
     disk_bytes: NonNegativeInt = 4 << 30

@@ -70,6 +70,9 @@ MAIN = {
 
 MORE = "All other settings: --help-all, and docs/configuration.md."
 
+OLD_FLAGS = {"engine.kv_cache_bytes": ["--kv-cache-bytes"]}
+"""Further names of flags, which have another now."""
+
 _UNITS = {
     "_bytes": "BYTES",
     "_s": "SECONDS",
@@ -231,7 +234,9 @@ def _add_settings(command: argparse.ArgumentParser, shown: Collection[str]) -> N
             default = "" if field.default in (None, PydanticUndefined, ()) else f" Default: {field.default}."
             text = f"{field.description}{default} ({variable_name(path)})".replace("%", "%%")
             text = text if path in shown else argparse.SUPPRESS
-            group.add_argument(flag_name(path), dest=path, metavar=_unit(name, field), help=text)
+            group.add_argument(
+                flag_name(path), *OLD_FLAGS.get(path, ()), dest=path, metavar=_unit(name, field), help=text
+            )
 
 
 def _unit(name: str, field: FieldInfo) -> str:

@@ -20,7 +20,7 @@ from typing import Final
 
 from aiohttp import web
 
-from engine.compute.machine import choose_threads, usable_cores
+from engine.compute.machine import available_bytes, choose_threads, usable_cores
 from gateway import tasks
 from gateway.admin.sources import no_others
 from gateway.api.descriptors import Site, raise_limit
@@ -223,13 +223,17 @@ def own_engines_of(
     on_fatal: Callable[[ChildStartError], None],
 ) -> EngineProcesses | VllmProcess:
     """The engines of `kvasir serve`, engines.count of them; see EngineProcesses. Those of one machine share its cores,
-    and the blocks on its disk. `settings` are those of choose_engine."""
+    its memory, and the blocks on its disk. `settings` are those of choose_engine."""
     if settings.engines.count and settings.engines.kind == "vllm":
         return VllmProcess(settings, environ=environ, worked=worked, on_fatal=on_fatal)
     threads = choose_threads(settings.engine.threads, usable_cores(), settings.engines.count)
     disk_dir = settings.engine.disk_dir or settings.server.data_dir / "blocks"
+    memory = settings.engine.memory_bytes
+    if settings.engines.count > 1 and not settings.engine.device.startswith("cuda"):
+        memory = memory or available_bytes() // settings.engines.count
+    shared = {"threads": threads, "disk_dir": disk_dir.absolute(), "memory_bytes": memory}
     return EngineProcesses(
-        settings.engine.model_copy(update={"threads": threads, "disk_dir": disk_dir.absolute()}),
+        settings.engine.model_copy(update=shared),
         settings.logs,
         count=settings.engines.count,
         folder=settings.server.data_dir / "engines",

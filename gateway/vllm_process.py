@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from typing import Final
 
 from pydantic import SecretStr
 
+from engine.compute.machine import has_cuda
 from engine.config import ENVIRONMENT_PREFIX, ConfigError
 from gateway import tasks
 from gateway.config import ReplicaSettings, Settings
@@ -39,9 +39,6 @@ HOST: Final = "127.0.0.1"
 
 PORTS: Final = range(20_000, 30_000)
 """One is taken here, and not by the system, whose own are taken for connections while a model is loaded."""
-
-CUDA_LIMIT_S: Final = 20.0
-"""For a driver to say whether there is a device; then there is none."""
 
 STOP_S: Final = 30.0
 """That it gets to end after SIGTERM; then it is killed, with all that it started."""
@@ -65,31 +62,12 @@ FLAGS: Final[Mapping[str, str]] = {
 
 TAKEN: Final = {*FLAGS, "model", "served_name", "secret", "log_level"}
 
-_CUDA: Final = """
-import ctypes
-cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-raise SystemExit(bool(cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value))
-"""
-
 _UNPRINTABLE: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]")
 _PROMPTS: Final = "Received request"
 """vLLM before 0.10 writes prompts into such lines."""
 
 _ERROR: Final = re.compile(r"\b\w*(Error|Exception|error): (?!Engine core initialization failed)")
 """Of the last lines the one that says why. vLLM's very last one only says that another process has said it."""
-
-
-def has_cuda() -> bool:
-    """Whether there is a CUDA device that this process may use (CUDA_VISIBLE_DEVICES).
-
-    Asks libcuda, the driver's own library, which torch and vLLM ask as well; nvidia-smi is missing in many containers,
-    and shows devices that are hidden from us. In a process of its own: once asked, the driver stays in a process, and a
-    broken one may hang."""
-    command = [sys.executable, "-S", "-E", "-c", _CUDA]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=CUDA_LIMIT_S, check=False).returncode == 0  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):
-        return False
 
 
 def choose_engine(settings: Settings, environ: Mapping[str, str], cuda: Callable[[], bool] = has_cuda) -> Settings:
@@ -168,7 +146,7 @@ def command_of(settings: Settings, replica: ReplicaSettings) -> list[str]:
     command += ["--host", HOST, "--port", str(_port(replica.url)), "--disable-uvicorn-access-log"]
     command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events)]
     for field, flag in FLAGS.items():
-        if field in engine.model_fields_set and (value := getattr(engine, field)) is not None:
+        if field in engine.model_fields_set and (value := getattr(engine, field)):
             command += [flag, str(value)]
     return [*command, *settings.engines.vllm_arguments]
 

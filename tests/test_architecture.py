@@ -120,7 +120,7 @@ def strange(path: Path) -> set[str]:
     if room == "client":  # it is a client, which knows how a file has to be
         return {name for name in used if not name.startswith("gateway.client")} - {"gateway.api.openai.batches.rows"}
     if module in ("gateway.engine_processes", "gateway.vllm_process", "gateway.parent"):
-        return used - FOUNDATION - {"engine.config", "gateway.processes", "gateway.peer"}
+        return used - FOUNDATION - {"engine.config", "engine.compute.machine", "gateway.processes", "gateway.peer"}
     if module not in ("gateway.app", "gateway.serving", "gateway.cli", "gateway.worker", "gateway.workers"):
         return used - FOUNDATION - PROTOCOL - {"engine.config"}  # a room of its own
     return set()

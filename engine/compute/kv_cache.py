@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.compute.batch import run_start
+from engine.compute.machine import available_bytes, own_bytes
 from engine.sequence import Copy
 
 _LINE: Final = 64  # bytes of a cache line, at which the data begins
@@ -101,6 +102,26 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     memory = np.zeros(num_bytes + _LINE, np.uint8)
     skip = -memory.ctypes.data % _LINE
     return torch.from_numpy(memory[skip : skip + num_bytes]).view(dtype).view(size)
+
+
+STEP_BYTES: Final = 512 << 20
+"""Left free for what a step computes with: hidden states of its rows, and logits of all that sample."""
+
+_LEAST_MOST: Final = 2 << 30
+
+
+def free_bytes(device: torch.device, memory_bytes: int) -> int:
+    """Bytes that this process may still take on a device; memory_bytes is its limit in all, 0 for none."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = available_bytes()
+    return min(free, max(0, memory_bytes - own_bytes())) if memory_bytes else free
+
+
+def choose_budget(shape: CacheShape, free: int, tokens: int, share: float = 0.5) -> int:
+    """Bytes for keys and values when the settings do not say: a share of what is free once a step has its part, but not
+    more than 2 GiB or `tokens` take, whichever is more: a block has its costs in the pool as well."""
+    return min(int(max(0, free - STEP_BYTES) * share), max(_LEAST_MOST, tokens * shape.token_bytes))
 
 
 def count_blocks(shape: CacheShape, block_size: int, budget_bytes: int) -> int:

@@ -1,8 +1,8 @@
-"""The machine that an engine computes on: how many threads it takes, and large pages for what it reads over and over.
+"""The machine that an engine computes on: its threads, its memory, and large pages for what it reads over and over.
 
 A shared machine collapses when every engine takes every core: a step waits for its slowest thread, and the slowest one
 is the thread that the gateway or another engine pushed off its core. `usable_cores` reads the affinity mask and the
-cgroup files. No torch: the runner sets what this decides.
+cgroup files, `available_bytes` also /proc/meminfo. No torch: the runner sets what this decides.
 
 A decode reads every weight once for each token, and looks up the page of each on the way: with 4 KiB pages that look-up
 costs a fifth of the time, more on virtual machines. `collapse` moves memory into pages of 2 MiB when the weights lie
@@ -17,6 +17,8 @@ import logging
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,13 +70,11 @@ def _quota(numbers: list[int]) -> float | None:
     return None
 
 
-def _own_folders(root: Path, own: Path) -> list[Path]:
-    """The v2 cgroup folder of this process and its parents, up to the root (in a container, that is its own)."""
-    try:
-        lines = own.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+def _own_folders(root: Path, own: Path, controller: str = "") -> list[Path]:
+    """The cgroup folder of this process and its parents, up to the root (in a container, that is its own): the v2 one,
+    or that of a v1 controller."""
+    lines = [line.split(":", 2) for line in _text(own).splitlines()]
+    path = next((line[2] for line in lines if len(line) == 3 and line[1] == controller), "/")
     folder = root / path.strip("/")
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
 
@@ -82,9 +82,74 @@ def _own_folders(root: Path, own: Path) -> list[Path]:
 def _numbers(file: Path) -> list[int]:
     """The integers of a one-line file; empty when it is missing, or holds a word."""
     try:
-        return [int(word) for word in file.read_text(encoding="ascii").split()]
-    except (OSError, ValueError):
+        return [int(word) for word in _text(file).split()]
+    except ValueError:
         return []
+
+
+def _text(file: Path) -> str:
+    """Empty when it cannot be read."""
+    try:
+        return file.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+MEMINFO: Final = Path("/proc/meminfo")
+_FIELD: Final = re.compile(r"^(\w+):?[ \t]+(\d+)", re.M)
+
+
+def available_bytes(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP, meminfo: Path = MEMINFO) -> int:
+    """Bytes of memory that can be taken without swapping: what the kernel has (MemAvailable), cut to what the memory
+    limits of the cgroup and its parents leave. What is there only to spare a read of a file counts as free.
+
+    v2: memory.max and memory.current of every level; v1: memory/.../memory.limit_in_bytes and memory.usage_in_bytes.
+    Half of the memory where the kernel does not say (macOS).
+    """
+    said = _fields(meminfo).get("MemAvailable")
+    left = [said << 10 if said is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]
+    levels = [(folder, "memory.max", "memory.current", "") for folder in _own_folders(root, own)]
+    v1 = _own_folders(root / "memory", own, "memory")
+    levels += [(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_") for folder in v1]
+    for folder, limit, usage, prefix in levels:
+        if (most := _numbers(folder / limit)) and (used := _numbers(folder / usage)):
+            stat = _fields(folder / "memory.stat")
+            files = stat.get(f"{prefix}active_file", 0) + stat.get(f"{prefix}inactive_file", 0)
+            left.append(most[0] - max(0, used[0] - files))
+    return max(0, min(left))
+
+
+def own_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Bytes of memory that this process has taken and that are no file's; 0 where the kernel does not say."""
+    return _fields(status).get("RssAnon", 0) << 10
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Name -> number of a file with a name and a number in each line."""
+    return {name: int(number) for name, number in _FIELD.findall(_text(file))}
+
+
+CUDA_LIMIT_S: Final = 20.0
+"""For a driver to say whether there is a device; then there is none."""
+
+_CUDA: Final = """
+import ctypes
+cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+raise SystemExit(bool(cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value))
+"""
+
+
+def has_cuda() -> bool:
+    """Whether there is a CUDA device that this process may use (CUDA_VISIBLE_DEVICES).
+
+    Asks libcuda, the driver's own library, which torch and vLLM ask as well; nvidia-smi is missing in many containers,
+    and shows devices that are hidden from us. In a process of its own: once asked, the driver stays in a process, and a
+    broken one may hang."""
+    command = [sys.executable, "-S", "-E", "-c", _CUDA]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=CUDA_LIMIT_S, check=False).returncode == 0  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 log = logging.getLogger(__name__)

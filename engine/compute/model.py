@@ -21,10 +21,18 @@ from torch import Tensor, nn
 
 from engine.compute.attention import StepAttention, UnsupportedAttentionError
 from engine.compute.fused import fuse
-from engine.compute.kv_cache import CacheShape
+from engine.compute.kv_cache import STEP_BYTES, CacheShape, free_bytes
 from engine.compute.linear import has_onednn, is_quick, pack
-from engine.compute.machine import collapse
-from engine.compute.model_files import DEMO, ModelError, find_folder, fingerprint_weights, read_tokenizer
+from engine.compute.machine import collapse, has_cuda
+from engine.compute.model_files import (
+    DEMO,
+    ModelError,
+    find_folder,
+    fingerprint_cache,
+    fingerprint_weights,
+    read_tokenizer,
+    weight_bytes,
+)
 from engine.compute.peaks import find_cost
 from engine.compute.probe import compare, observe
 from engine.config import EngineSettings
@@ -63,7 +71,7 @@ class LoadedModel:
 
     def namespace(self, block_size: int, hash_name: HashName) -> Namespace:
         """Identity of the blocks this model writes, with an empty salt."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = _plain(self.dtype)
         return Namespace(
             weights=self.fingerprint, dtype=dtype, kv_dtype=dtype, block_size=block_size, hash_name=hash_name
         )
@@ -101,6 +109,8 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
     dtype = _choose_dtype(settings.dtype, config, device)
     context_tokens, warnings = _context(settings, config)
 
+    _check_memory(settings, folder, config, dtype, device)
+
     # 2. Load the weights and prove the attention.
     module = _load_module(folder, settings.model, dtype, device)
     shape, forward, is_fused, cost = prepare(module, settings.model, context_tokens, fast=fast)
@@ -113,7 +123,7 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
         device=device,
         dtype=dtype,
         cache_shape=shape,
-        fingerprint=fingerprint_weights(folder),
+        fingerprint=fingerprint_weights(folder, fingerprint_cache()),
         context_tokens=context_tokens,
         vocab_size=config.get_text_config().vocab_size,
         eos_ids=_eos_ids(module, config, tokenizer_eos),
@@ -137,25 +147,21 @@ def prepare(
     with torch.inference_mode():
         try:
             shape, windows, expected = observe(module, context_tokens)
-            forward: Forward = GenericForward(module)
+            cost = find_cost(module, shape, windows)
+            fused = fuse(module, context_tokens, windows) if fast else None
+            if fast and fused is None:
+                pack(module)
+            forward = fused or GenericForward(module)
             compare(forward, shape, module, expected)
         except UnsupportedAttentionError as error:
             raise ModelError(f"{title} cannot be served: {error}") from None
         except _MODEL_FAILURES as error:
             raise ModelError(f"{title} cannot be run: {type(error).__name__}: {error}") from error
-        cost = find_cost(module, shape, windows)
-        if not fast:
-            return shape, forward, False, cost
-        fused = fuse(module, context_tokens, windows)
-        if fused is None:
-            pack(module)
-        else:
-            forward = fused
-        try:
-            compare(forward, shape, module, expected)
-        except (UnsupportedAttentionError, *_MODEL_FAILURES) as error:
-            raise ModelError(f"{title}: its quick form is wrong: {error}") from error
     return shape, forward, fused is not None, cost
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _name(settings: EngineSettings, folder: Path) -> str:
@@ -182,10 +188,10 @@ def _read_config(folder: Any, name: str) -> Any:
 
 def _choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
-        if torch.cuda.is_available():
+        if has_cuda():
             log.warning(
-                'a GPU is there and not used: Kvasir has not been run on one yet. engine.device = "cuda" (or cuda:N) '
-                "uses it; engine.kv_cache_bytes is its memory for keys and values"
+                "a GPU is there, and the bundled engine computes on the CPU: with a `vllm` on the PATH (pip install "
+                "vllm) and Kvasir's extra `fleet`, `kvasir serve` runs vLLM as its engine (docs/fleet.md)"
             )
         return torch.device("cpu")
     try:
@@ -199,6 +205,8 @@ def _choose_device(wanted: str) -> torch.device:
             f"device {wanted!r}: this torch finds {count} GPU{'s' * (count != 1)}, from cuda:0 on; engines of "
             'engine.device = "cuda" have one each, those of "cuda:0" share it'
         )
+    if device.type == "cuda":
+        log.warning("device %s: an experiment that is not measured; on a GPU run vLLM (docs/fleet.md)", wanted)
     return device
 
 
@@ -207,7 +215,7 @@ def _choose_dtype(wanted: str, config: Any, device: torch.device) -> torch.dtype
     if wanted != "auto":
         return _DTYPES[wanted]
     saved = config.dtype or config.get_text_config().dtype
-    name = str(saved).removeprefix("torch.")
+    name = _plain(saved)
     if device.type == "cpu" and not (has_onednn() and is_quick(_DTYPES.get(name, torch.float32))):
         return torch.float32
     return _DTYPES.get(name, torch.float32)
@@ -230,6 +238,23 @@ def _context(settings: EngineSettings, config: Any) -> tuple[int, list[str]]:
     if wanted is not None and wanted > longest:
         raise ModelError(f"max_context_tokens {wanted}: model {settings.model!r} was made for at most {longest}")
     return wanted or longest, warnings
+
+
+def _check_memory(
+    settings: EngineSettings, folder: Path, config: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises ModelError when the weights and a step do not fit into what is free."""
+    need = weight_bytes(folder, dtype.itemsize)
+    text = config.get_text_config()
+    if text.tie_word_embeddings and device.type == "cpu":  # looked up in one form, multiplied with in another
+        need += text.vocab_size * text.hidden_size * dtype.itemsize
+    free = free_bytes(device, settings.memory_bytes)
+    if need + STEP_BYTES > free:
+        raise ModelError(
+            f"model {settings.model!r} needs {need / 1e9:.1f} GB of memory for its weights in {_plain(dtype)} and "
+            f"{STEP_BYTES / 1e9:.1f} GB for steps; {free / 1e9:.1f} GB are free (engine.memory_bytes, the limit of the "
+            "container, or the machine)"
+        )
 
 
 def _load_module(folder: Any, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:

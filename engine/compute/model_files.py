@@ -5,7 +5,14 @@ No torch tensors here. Its neighbour engine/compute/model.py turns the files int
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +24,13 @@ from engine.protocol import TokenizerFiles
 DEMO: Final = "demo"
 _READ_BYTES: Final = 16 << 20
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")  # the first pattern that finds files is what is loaded
+_INTEGERS: Final = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_KEPT: Final = 64  # digests of models
+_KEPT_BYTES: Final = 1 << 16
 _COMPANIONS: Final = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "*.tiktoken")
+
+
+log = logging.getLogger(__name__)
 
 
 class ModelError(ConfigError):
@@ -50,37 +63,105 @@ def _download(model: str, revision: str | None) -> Path:
 
     try:
         folder = fetch((*_COMPANIONS, _WEIGHTS[0]))
-        return folder if _weight_files(folder) else fetch((*_COMPANIONS, _WEIGHTS[1]))
+        return folder if any(folder.glob(_WEIGHTS[0])) else fetch((*_COMPANIONS, _WEIGHTS[1]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model {model!r}: cannot be fetched from the hub: {reason}") from None
 
 
-def fingerprint_weights(folder: Path) -> str:
+def weight_bytes(folder: Path, number_bytes: float) -> int:
+    """Bytes of memory for all weights when a floating-point number of them takes `number_bytes`; integers stay as they
+    are. Reads the headers of the files only. Raises ModelError for weights that are missing or cut short."""
+    from safetensors import SafetensorError, safe_open
+
+    total = 0.0
+    for file in _weight_files(folder):
+        if file.suffix != ".safetensors":
+            total += file.stat().st_size / 2 * number_bytes  # of 16 bits each, or more
+            continue
+        try:
+            with safe_open(file, "pt") as weights:
+                parts = [weights.get_slice(name) for name in weights.keys()]  # noqa: SIM118 - it is no dict
+                for part in parts:
+                    floats = "F" in part.get_dtype()  # F32, BF16, F8_E4M3, ...; else I32, U8, BOOL
+                    total += math.prod(part.get_shape()) * (number_bytes if floats else _INTEGERS[part.get_dtype()])
+        except (SafetensorError, OSError, KeyError) as error:
+            raise ModelError(f"{file}: cannot be read as safetensors: {_first_line(error)}") from None
+    return int(total)
+
+
+def fingerprint_weights(folder: Path, cache: Path | None = None) -> str:
     """Hex digest over names, sizes and contents of the weights and config.json: equal exactly when the model is.
 
-    Reads every byte, which costs about as much as loading them does. Raises ModelError when there are no weights.
+    Reads every byte, unless the file `cache` has the digest of files with these paths, sizes, times and inodes.
+    Raises ModelError when there are no weights.
     """
-    files = _weight_files(folder)
-    if not files:
-        raise ModelError(f"{folder}: there are no weights (*.safetensors or pytorch_model*.bin)")
-    digest = xxhash.xxh3_128()
-    for file in [folder / "config.json", *files]:
-        try:
+    files = [folder / "config.json", *_weight_files(folder)]
+    try:
+        identity = _identity(files)
+        kept = _kept_digests(cache)
+        if identity in kept:
+            return kept[identity]
+        digest = xxhash.xxh3_128()
+        for file in files:
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
                 while piece := stream.read(_READ_BYTES):
                     digest.update(piece)
-        except OSError as error:
-            raise ModelError(f"{file}: cannot be read: {error.strerror}") from None
+        if cache is not None and identity == _identity(files):  # they were not written meanwhile
+            _keep_digests(cache, {**kept, identity: digest.hexdigest()})
+    except OSError as error:
+        raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()
 
 
+def fingerprint_cache() -> Path | None:
+    """Where digests are kept; None when the user has no home."""
+    try:
+        return Path.home() / ".cache" / "kvasir" / "fingerprints.json"
+    except RuntimeError:
+        return None
+
+
+def _identity(files: Sequence[Path]) -> str:
+    """Digest of what changes when one of the files is written or replaced."""
+    facts = [
+        (str(file.resolve()), now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino, now.st_dev)
+        for file in files
+        for now in [file.stat()]
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _kept_digests(cache: Path | None) -> dict[str, str]:
+    """By identity, oldest first; empty when the file is not there, or not ours alone."""
+    try:
+        if cache is None or (now := cache.stat()).st_mode & 0o077 or now.st_uid != os.geteuid():
+            return {}
+        kept = json.loads(cache.read_bytes()[:_KEPT_BYTES])
+        return {key: digest for key, digest in kept.items() if re.fullmatch("[0-9a-f]{32}", digest)}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _keep_digests(cache: Path, kept: dict[str, str]) -> None:
+    """The last of them, readable by this user alone. A folder that cannot be written to keeps nothing."""
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, made = tempfile.mkstemp(dir=cache.parent)  # 0600
+        with open(descriptor, "w", encoding="ascii") as stream:
+            json.dump(dict(list(kept.items())[-_KEPT:]), stream)
+        os.replace(made, cache)
+    except OSError as error:
+        log.debug("%s: %s", cache, error)
+
+
 def _weight_files(folder: Path) -> list[Path]:
+    """Raises ModelError when there are none."""
     for pattern in _WEIGHTS:
         if files := sorted(folder.glob(pattern)):
             return files
-    return []
+    raise ModelError(f"{folder}: there are no weights (*.safetensors or pytorch_model*.bin)")
 
 
 def read_tokenizer(folder: Path) -> tuple[TokenizerFiles, int | None]:

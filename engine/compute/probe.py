@@ -24,8 +24,8 @@ from engine.compute.kv_cache import CacheShape, KVCache
 from engine.protocol import Sampling
 from engine.sequence import Sequence, Step, Work
 
-TEXT_LENGTHS: Final = (23, 9)
-CUTS: Final = (14, 5)
+TEXT_LENGTHS: Final = (13, 6)  # a start has to run them three times
+CUTS: Final = (9, 3)
 BLOCK_SIZE: Final = 4
 TOLERANCE: Final = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # of the norm of the logits
 
@@ -72,8 +72,9 @@ def observe(module: Any, context_tokens: int) -> tuple[CacheShape, list[int | No
     if module.config.get_text_config()._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - no public getter
         raise UnsupportedAttentionError("its implementation does not take a foreign attention function")
     observer = _Observer()
-    positions = torch.arange(len(texts[0]), device=texts[0].device)
-    module(input_ids=texts[0][None], position_ids=positions[None], use_cache=False, kvasir=observer)
+    text = texts[-1]  # the shortest: of this one only what the layers ask for is looked at
+    positions = torch.arange(len(text), device=text.device)
+    module(input_ids=text[None], position_ids=positions[None], use_cache=False, kvasir=observer)
     config = module.config.get_text_config()
     layers = config.num_hidden_layers
     if sorted(observer.shapes) != list(range(layers)):

@@ -14,7 +14,7 @@ import torch
 
 from engine.compute.attention import StepAttention
 from engine.compute.batch import Batch, make_batch
-from engine.compute.kv_cache import KVCache, count_blocks
+from engine.compute.kv_cache import KVCache, choose_budget, count_blocks, free_bytes
 from engine.compute.machine import choose_threads, usable_cores
 from engine.compute.model import LoadedModel
 from engine.compute.peaks import measure_peak
@@ -41,12 +41,11 @@ class ModelRunner:
         self._block_size = settings.block_size
         self._threads = threads or choose_threads(settings.threads, usable_cores())
         self._thread_set: int | None = None
-        self.num_blocks = count_blocks(model.cache_shape, settings.block_size, settings.kv_cache_bytes)
+        budget = settings.kv_cache_bytes or _choose_budget(model, settings)
+        self.num_blocks = count_blocks(model.cache_shape, settings.block_size, budget)
         if self.num_blocks < 2:
             need = model.cache_shape.token_bytes * settings.block_size
-            raise ConfigError(
-                f"engine.kv_cache_bytes: {settings.kv_cache_bytes} bytes hold less than two blocks of {need} bytes"
-            )
+            raise ConfigError(f"engine.kv_cache_bytes: {budget} bytes hold less than two blocks of {need} bytes")
         self.cache = KVCache(model.cache_shape, self.num_blocks, settings.block_size, model.device)
         self._pads = model.device.type == "cpu" and model.dtype == torch.float32
         self._sampler = Sampler()
@@ -151,6 +150,13 @@ class ModelRunner:
         if self._thread_set != threading.get_ident():
             torch.set_num_threads(self._threads)
             self._thread_set = threading.get_ident()
+
+
+def _choose_budget(model: LoadedModel, settings: EngineSettings) -> int:
+    """Bytes for keys and values beside the loaded model. A GPU is nobody else's; on a CPU others want memory, too."""
+    free = free_bytes(model.device, settings.memory_bytes)
+    tokens = settings.max_sequences * model.context_tokens
+    return choose_budget(model.cache_shape, free, tokens, 0.9 if model.device.type == "cuda" else 0.5)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -62,7 +62,7 @@ SHORT_FLAGS.update(
         "engine.device": "--device",
         "engine.listen": "--listen",
         "engine.block_size": "--block-size",
-        "engine.kv_cache_bytes": "--kv-cache-bytes",
+        "engine.kv_cache_bytes": "--kv-cache",
         "engine.max_context_tokens": "--max-context-tokens",
         "engine.threads": "--threads",
         "logs.format": "--log-format",

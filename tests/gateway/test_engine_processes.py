@@ -6,12 +6,14 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.config import EngineSettings
 from gateway import processes as supervisor
-from gateway.config import LogSettings
+from gateway import serving
+from gateway.config import LogSettings, Settings
 from gateway.engine_processes import EngineProcesses
 from gateway.processes import BAD_SETTING_EXIT, FIRST_TRIES, Child, Children, ChildStartError
 from tests.fakes.waiting import until
@@ -67,11 +69,12 @@ class Notes:
 
 async def test_an_engine_is_told_its_settings_through_the_environment(tmp_path: Path) -> None:
     names = ("ENGINE_LISTEN", "ENGINE_SECRET", "ENGINE_BLOCK_SIZE", "REDIS_URL", "LOGS_FORMAT")
-    what = "' '.join(os.environ['KVASIR_' + name] for name in " + repr(names) + ")"
+    names = (*(f"KVASIR_{name}" for name in names), "GLIBC_TUNABLES")
+    what = "' '.join(os.environ[name] for name in " + repr(names) + ")"
     made, _ = processes(tmp_path, APPEND.format(what=what) + UNTIL_EOF)
     async with Notes(tmp_path) as notes, made:
         (line,) = await notes.lines(1)
-    assert line == f"{made.urls['engine-0']} between-us 16 unix:///nowhere json"
+    assert line == f"{made.urls['engine-0']} between-us 16 unix:///nowhere json glibc.malloc.hugetlb=1"
     assert made.urls["engine-0"].startswith("unix:/")
 
 
@@ -90,6 +93,20 @@ def test_engines_that_are_to_use_cuda_have_a_gpu_each(device: str, devices: list
         on_fatal=lambda error: None,
     )
     assert [engine.settings.device for engine in made.engines] == devices
+
+
+@pytest.mark.parametrize(
+    ("engine", "count", "share"),
+    [({}, 1, 0), ({}, 3, 300), ({"memory_bytes": 7}, 3, 7), ({"device": "cuda"}, 3, 0)],
+)
+def test_engines_of_one_machine_share_what_memory_is_free(
+    engine: dict[str, Any], count: int, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "available_bytes", lambda: 900)
+    sections = {"server": {"data_dir": tmp_path}, "engine": engine, "engines": {"count": count, "kind": "bundled"}}
+    made = serving.own_engines_of(Settings.model_validate(sections), None, {}, lambda url: False, lambda error: None)
+    assert isinstance(made, EngineProcesses)
+    assert [one.settings.memory_bytes for one in made.engines] == [share] * count
 
 
 async def test_an_engine_that_dies_is_started_again(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from engine.config import ConfigError
-from gateway import vllm_process
 from gateway.config import Settings
-from gateway.vllm_process import choose_engine, command_of, has_cuda
+from gateway.vllm_process import choose_engine, command_of
 from tests.fakes import vllm_command
 from tests.fakes.vllm_command import is_running
 from tests.fakes.waiting import until
@@ -88,16 +87,6 @@ def test_a_vllm_is_started_on_the_loopback_with_events_and_what_was_set(
     assert events["endpoint"].replace("[::ffff:127.0.0.1]", "127.0.0.1") == replica.kv_events
     assert replica.key is not None
     assert replica.key.get_secret_value() not in " ".join(command)
-
-
-def test_a_driver_that_hangs_or_is_none_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_process, "_CUDA", "raise SystemExit(0)")
-    assert has_cuda()
-    monkeypatch.setattr(vllm_process, "_CUDA", "import ctypes; ctypes.CDLL('libnone.so.1')")
-    assert not has_cuda()
-    monkeypatch.setattr(vllm_process, "_CUDA", "import signal; signal.pause()")
-    monkeypatch.setattr(vllm_process, "CUDA_LIMIT_S", 0.2)
-    assert not has_cuda()
 
 
 @pytest.mark.parametrize("how", ["eof", "sigterm"])

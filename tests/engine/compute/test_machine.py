@@ -1,4 +1,4 @@
-"""How many threads an engine takes, from numbers and from cgroup files."""
+"""How many threads and how much memory an engine takes, from numbers and from cgroup files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.compute import machine
-from engine.compute.machine import choose_threads, quota_cores, usable_cores
+from engine.compute.machine import available_bytes, choose_threads, has_cuda, own_bytes, quota_cores, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,62 @@ def test_no_limit_and_unreadable_files_are_no_quota(tmp_path: Path, text: str) -
 def test_a_quota_below_one_core_still_gives_one(tmp_path: Path) -> None:
     write(tmp_path / "cpu.max", "20000 100000\n")
     assert usable_cores(tmp_path, tmp_path / "none") == 1
+
+
+MEMINFO = "MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:  5000 kB\nActive(file):  7 kB\n"
+NO_LIMIT = "9223372036854771712\n"
+
+
+def test_memory_is_what_the_kernel_can_give_where_nothing_limits_it(tmp_path: Path) -> None:
+    write(tmp_path / "meminfo", MEMINFO)
+    write(tmp_path / "memory.max", "max\n")
+    write(tmp_path / "memory.current", "123\n")
+    write(tmp_path / "memory" / "memory.limit_in_bytes", NO_LIMIT)
+    write(tmp_path / "memory" / "memory.usage_in_bytes", "456\n")
+    assert available_bytes(tmp_path, tmp_path / "none", tmp_path / "meminfo") == 5000 << 10
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "limit", "usage", "prefix"),
+    [
+        ("", "1:memory:/x\n0::/a/b\n", "memory.max", "memory.current", ""),
+        ("memory", "4:memory:/a/b\n0::/x\n", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_memory_is_cut_to_the_tightest_limit_and_files_in_memory_count_as_free(
+    tmp_path: Path, base: str, own: str, limit: str, usage: str, prefix: str
+) -> None:
+    write(tmp_path / "meminfo", MEMINFO)
+    write(tmp_path / "own", own)
+    outer, inner = tmp_path / base / "a", tmp_path / base / "a" / "b"
+    for folder, most in ((outer, "1000000"), (inner, "2000000")):
+        write(folder / limit, f"{most}\n")
+        write(folder / usage, "900000\n")
+        write(folder / "memory.stat", f"anon 1\n{prefix}inactive_file 200000\n{prefix}active_file 50000\n")
+    assert available_bytes(tmp_path, tmp_path / "own", tmp_path / "meminfo") == 350_000
+    write(outer / usage, "1500000\n")  # a limit that was lowered
+    assert available_bytes(tmp_path, tmp_path / "own", tmp_path / "meminfo") == 0
+
+
+def test_where_the_kernel_does_not_say_half_of_the_memory_counts(tmp_path: Path) -> None:
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert available_bytes(tmp_path, tmp_path / "none", tmp_path / "none") == whole // 2
+    assert own_bytes(tmp_path / "none") == 0
+
+
+def test_own_memory_is_what_is_no_file(tmp_path: Path) -> None:
+    write(tmp_path / "status", "Name:\tx\nVmRSS:\t  99 kB\nRssAnon:\t  77 kB\nRssFile:\t 5 kB\n")
+    assert own_bytes(tmp_path / "status") == 77 << 10
+
+
+def test_a_driver_that_hangs_or_is_none_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CUDA", "raise SystemExit(0)")
+    assert has_cuda()
+    monkeypatch.setattr(machine, "_CUDA", "import ctypes; ctypes.CDLL('libnone.so.1')")
+    assert not has_cuda()
+    monkeypatch.setattr(machine, "_CUDA", "import signal; signal.pause()")
+    monkeypatch.setattr(machine, "CUDA_LIMIT_S", 0.2)
+    assert not has_cuda()
 
 
 SMAPS = """\

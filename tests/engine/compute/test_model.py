@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
+from engine.compute import model as models
+from engine.compute import model_files
+from engine.compute.kv_cache import STEP_BYTES
 from engine.compute.model import LoadedModel, ModelError, load_model, prepare
 from engine.compute.model_files import find_folder, fingerprint_weights
 from engine.config import EngineSettings
@@ -91,6 +96,65 @@ def test_the_namespace_changes_with_the_weights_the_dtype_and_the_block_size(sav
 def test_the_fingerprint_does_not_depend_on_where_the_folder_is(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "copy")
     assert fingerprint_weights(tmp_path / "copy") == fingerprint_weights(saved)
+
+
+def test_a_fingerprint_is_kept_until_a_file_is_written_or_replaced(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache" / "fingerprints.json"
+    shutil.copytree(saved, folder)
+    first, weights = fingerprint_weights(folder, cache), folder / "model.safetensors"
+    assert cache.stat().st_mode & 0o777 == 0o600
+    with monkeypatch.context() as patch:
+        patch.delattr(model_files.xxhash, "xxh3_128")  # no byte is hashed again
+        assert fingerprint_weights(folder, cache) == first
+    # Other bytes of the same size in the same inode, with the time of before: only the inode's own time tells.
+    times, data = weights.stat(), bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    changed = fingerprint_weights(folder, cache)
+    assert changed == fingerprint_weights(folder) != first
+    # A replaced file, and a kept file that others may write to or that is none of ours, count for nothing.
+    shutil.copytree(saved, tmp_path / "again")
+    os.replace(tmp_path / "again" / "model.safetensors", weights)
+    assert fingerprint_weights(folder, cache) == first
+    cache.write_text(json.dumps(dict.fromkeys(json.loads(cache.read_text()), "0" * 32)))
+    assert fingerprint_weights(folder, cache) == "0" * 32
+    cache.chmod(0o620)
+    assert fingerprint_weights(folder, cache) == first
+    assert cache.stat().st_mode & 0o777 == 0o600
+    for nonsense in ("[]", "{", '{"a": 1}', '{"a": "b"}', ""):
+        cache.write_text(nonsense)
+        assert fingerprint_weights(folder, cache) == first
+
+
+def test_no_more_than_64_fingerprints_are_kept_and_none_where_nothing_can_be_written(tmp_path: Path) -> None:
+    cache = tmp_path / "fingerprints.json"
+    model_files._keep_digests(cache, {str(number): "0" * 32 for number in range(70)})
+    assert list(json.loads(cache.read_text())) == [str(number) for number in range(6, 70)]
+    (tmp_path / "file").touch()
+    model_files._keep_digests(tmp_path / "file" / "fingerprints.json", {"a": "0" * 32})
+
+
+@pytest.mark.parametrize("left", [0, 5, 8, 40, 2000, -1])
+def test_weights_that_are_cut_short_are_refused_by_their_header(saved: Path, tmp_path: Path, left: int) -> None:
+    shutil.copytree(saved, tmp_path / "torn")
+    weights = tmp_path / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:left])
+    with pytest.raises(ModelError, match=r"model\.safetensors: cannot be read as safetensors: ") as raised:
+        load(tmp_path / "torn")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_module("llama")
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    assert model_files.weight_bytes(saved, 4) == 4 * numbers
+    monkeypatch.setattr(models, "_load_module", None)
+    monkeypatch.setattr(models, "free_bytes", lambda device, limit: STEP_BYTES + 4 * numbers - 1)
+    with pytest.raises(ModelError, match=r"needs 0\.0 GB of memory for its weights in float32 and 0\.5 GB for steps"):
+        load(saved)
 
 
 @pytest.mark.parametrize(

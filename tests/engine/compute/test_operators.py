@@ -80,10 +80,12 @@ def test_auto_is_the_cpu_also_where_there_is_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(model, "has_cuda", lambda: True)
     with caplog.at_level(logging.WARNING):
         assert model._choose_device("auto") == torch.device("cpu")
-    assert 'engine.device = "cuda"' in caplog.text
+    assert "`kvasir serve` runs vLLM as its engine (docs/fleet.md)" in caplog.messages[0]
     assert model._choose_device("cuda") == torch.device("cuda")
     assert model._choose_device("cuda:1") == torch.device("cuda:1")
+    assert "device cuda:1: an experiment" in caplog.messages[-1]
     with pytest.raises(ModelError, match="finds 2 GPUs"):
         model._choose_device("cuda:2")

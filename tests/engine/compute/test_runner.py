@@ -7,6 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.compute import kv_cache
+from engine.compute import runner as runners
+from engine.compute.kv_cache import STEP_BYTES, CacheShape, choose_budget, free_bytes
 from engine.compute.paged import can_attend
 from engine.compute.runner import ModelRunner
 from engine.config import ConfigError, EngineSettings
@@ -195,6 +198,24 @@ def test_the_budget_decides_how_many_blocks_there_are() -> None:
     runner = ModelRunner(model, budget)
     assert (runner.num_blocks + 1) * block_bytes <= 1 << 20 < (runner.num_blocks + 2) * block_bytes
     assert runner.cache.data.nbytes == (runner.num_blocks + 1) * block_bytes
+
+
+def test_without_a_budget_it_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = CacheShape(2, 2, 8, torch.float32)
+    gib = 1 << 30
+    assert choose_budget(shape, STEP_BYTES + gib, 1) == gib // 2
+    assert choose_budget(shape, STEP_BYTES + gib, 1, 0.9) == int(gib * 0.9)
+    assert choose_budget(shape, STEP_BYTES - 1, 1) == 0
+    assert choose_budget(shape, 100 * gib, 1) == 2 * gib  # more blocks than sequences can use have a price, too
+    assert choose_budget(shape, 100 * gib, 10 * gib // shape.token_bytes) == 10 * gib
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 900)
+    monkeypatch.setattr(kv_cache, "own_bytes", lambda: 100)
+    cpu = torch.device("cpu")
+    assert [free_bytes(cpu, limit) for limit in (0, 500, 5000, 50)] == [900, 400, 900, 0]
+    assert [EngineSettings(kv_cache_bytes=value).kv_cache_bytes for value in ("auto", 0, "77")] == [0, 0, 77]
+    monkeypatch.setattr(runners, "free_bytes", lambda device, limit: STEP_BYTES + limit)
+    settings = EngineSettings(threads=1, memory_bytes=8 << 20)
+    assert ModelRunner(make_loaded(make_module("llama")), settings).cache.data.nbytes in range(3 << 20, (4 << 20) + 1)
 
 
 def test_a_budget_below_two_blocks_is_refused() -> None:
