@@ -79,7 +79,7 @@ class BlockTables:
             return None
         self._introduce(sequence, reused)
         self.pool.acquire(reused)
-        fresh = self.pool.allocate(missing, reused[-1] if reused else None, _taker(sequence))
+        fresh = self.pool.allocate(missing, _taker(sequence))
         assert fresh is not None, "the pool gave fewer blocks than it said it has"
         self._chains[sequence] = _Chain(tip=reused[-1] if reused else None, broken=not sequence.use_cache)
         sequence.block_table = reused + fresh
@@ -101,7 +101,7 @@ class BlockTables:
             return None
         shared = source.block_table[:full]
         self.pool.acquire(shared)
-        fresh = self.pool.allocate(int(bool(rest)), shared[-1] if shared else None, _taker(sequence))
+        fresh = self.pool.allocate(int(bool(rest)), _taker(sequence))
         assert fresh is not None, "the pool gave fewer blocks than it said it has"
         if rest:
             copies.append(Copy(source.block_table[full], fresh[0], rest))
@@ -120,7 +120,7 @@ class BlockTables:
     def grow(self, sequence: Sequence) -> list[int] | None:
         """Makes room for a sequence's next token. Returns the new blocks, often none; None when there are too few."""
         missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
-        fresh = self.pool.allocate(max(0, missing), sequence.block_table[-1], _taker(sequence))
+        fresh = self.pool.allocate(max(0, missing), _taker(sequence))
         sequence.block_table += fresh or []
         return fresh
 

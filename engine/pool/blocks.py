@@ -21,16 +21,10 @@ and engine/pool/eviction.py the order in which cached blocks go. Written by the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 
 from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed, Origin
-from engine.pool.free_runs import FreeRuns
 from engine.pool.prefixes import ROOT, Prefixes
-
-EVICT_AHEAD = 16
-"""Blocks evicted at a time beyond what an allocation needs, so that it finds consecutive ones and can grow behind them,
-as long as no more than one block in SPARE_SHARE is free."""
-
-SPARE_SHARE = 64
 
 
 class BlockPool:
@@ -50,7 +44,8 @@ class BlockPool:
         self.policy: EvictionPolicy = LeastRecentlyUsed(num_blocks) if policy is None else policy
 
         self._refs = [0] * num_blocks  # sequences that hold the block
-        self._free = FreeRuns(num_blocks, self._refs)
+        # A heap, lowest ids first: little memory is touched, and what is given back in order is handed out in order.
+        self._free = list(range(num_blocks))
         self._leases = [0] * num_blocks  # leases that end in this registered block
         self._pins = [0] * num_blocks  # 1 if refs, 1 if leases, plus pinned registered children; 0: may be evicted
         self._num_live = 0  # blocks with refs
@@ -112,23 +107,18 @@ class BlockPool:
                     self.policy.touch(block)
                 self._unpin(block)
 
-    def allocate(self, count: int, after: int | None = None, taker: tuple[str, str] | None = None) -> list[int] | None:
+    def allocate(self, count: int, taker: tuple[str, str] | None = None) -> list[int] | None:
         """`count` private blocks with one reference each, or None and no change when there are not that many.
 
-        after  the last block of the sequence that grows: ids right behind it are preferred
         taker  its tenant and request, which what is evicted for it is put down to in `taken`
         The blocks hold what their last owner left in them: zero them before they are written (Step.fresh_blocks).
         Evicts cached leaves as far as needed.
         """
         if count > self.available:
             return None
-        short = max(0, count - len(self._free))
-        if short or not self._free.fits(count, after):
-            spare = len(self._free) + short - count
-            ahead = max(0, min(EVICT_AHEAD, self.num_blocks // SPARE_SHARE - spare))
-            for _ in range(min(short + ahead, self._num_evictable)):
-                self.evict(taker)
-        blocks = self._free.take(count, after)
+        while len(self._free) < count:
+            self.evict(taker)
+        blocks = [heappop(self._free) for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
             self._pins[block] = 1
@@ -143,7 +133,7 @@ class BlockPool:
         self._num_evictable -= 1
         self.evictions += 1
         self._unregister(block)
-        self._free.add(block)
+        heappush(self._free, block)
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -211,7 +201,7 @@ class BlockPool:
                 self._num_evictable -= 1
             self._unregister(block)
             if not self._refs[block]:
-                self._free.add(block)
+                heappush(self._free, block)
         return len(in_order)
 
     # -- invariants ---------------------------------------------------------------------------------------------------
@@ -220,12 +210,12 @@ class BlockPool:
         """Counts everything anew. Returns what is wrong, in words; empty for a sound pool. O(num_blocks)."""
         wrong = self.prefixes.check_invariants()
         live = cached = evictable = candidates = 0
-        pins = [0] * self.num_blocks
+        pins, free = [0] * self.num_blocks, set(self._free)
         for block in self.prefixes:
             if (parent := self._parent[block]) != ROOT:
                 pins[parent] += bool(self._pins[block])
         for block in range(self.num_blocks):
-            held, digest, is_free = self._refs[block] > 0, self._digest[block], block in self._free
+            held, digest, is_free = self._refs[block] > 0, self._digest[block], block in free
             leased = self._leases[block] > 0
             live += held
             cached += not held and digest is not None
@@ -238,7 +228,7 @@ class BlockPool:
                 wrong.append(f"block {block}: references or pins are miscounted")
             if self._leases[block] < 0 or (leased and digest is None):
                 wrong.append(f"block {block}: {self._leases[block]} leases, and digest={digest!r}")
-        if live + cached + self.num_free != self.num_blocks:
+        if live + cached + self.num_free != self.num_blocks or len(free) != self.num_free:
             wrong.append(f"{self.num_free} free + {cached} cached + {live} live blocks are not {self.num_blocks}")
         counted, kept = (live, evictable, candidates), (self._num_live, self._num_evictable, len(self.policy))
         if counted != kept:
@@ -265,7 +255,7 @@ class BlockPool:
             if self._pins[block]:
                 return
             if self._digest[block] is None:
-                self._free.add(block)
+                heappush(self._free, block)
                 return
             self._num_evictable += 1
             if used:

@@ -75,7 +75,7 @@ class Restoring:
             tier.pool.acquire(slots)
         pool.acquire(found[-1:])
         parent = found[-1] if found else None
-        blocks = pool.allocate(sum(len(slots) for _, slots in segments), after=parent)
+        blocks = pool.allocate(sum(len(slots) for _, slots in segments))
         assert blocks is not None, "the pool gave fewer blocks than it said it has"
         fence = Fence(self._device.get_store())
         job = Restore(chain, start, parent, found[-1:], blocks, segments, now + COPY_LIMIT_S, fence)

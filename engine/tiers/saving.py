@@ -161,7 +161,7 @@ class Saving:
         """Begins the next part, or ends the chain when there is none: nothing left, nothing above, or no room."""
         job.resume_s = None
         blocks = self._find_part(tier, job)
-        slots = tier.pool.allocate(min(len(blocks), tier.pool.available), after=job.slot) if blocks else None
+        slots = tier.pool.allocate(min(len(blocks), tier.pool.available)) if blocks else None
         self._account.note(tier)
         if not slots or job.source is None:
             self._end(tier, job)

@@ -100,7 +100,7 @@ def serve(pool: BlockPool, request: Request, tokens: bytes, digests: list[bytes]
     pool.policy.begin(origin, reused, digests)
     pool.acquire(reused)
     table, parent = list(reused), reused[-1] if reused else None
-    table += pool.allocate(min(len(digests) - len(reused), pool.available), after=parent) or []
+    table += pool.allocate(min(len(digests) - len(reused), pool.available)) or []
     for index in range(len(reused), len(table)):
         block = table[index]
         content = tokens[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES]
