@@ -141,12 +141,16 @@ INLINE float *result_of(const call_t *call, int row, int tile, int head) {
     return call->results + ((call->results_at[row] + tile) * call->num_heads + head) * width;
 }
 
+#include "forward.c"
+
 #define SELECT(mask, a, b) ((floats)(((ints)(a) & (mask)) | ((ints)(b) & ~(mask))))
 
 #define ISA plain
 #define WIDTH 4
 #define GROUP 4
 #define VECTORS(rows) ((rows) == 1 ? 4 : 2)
+#define TOGETHER 3
+#define BESIDE(rows) 1
 #define TARGET
 #define FMA(a, b, c) ((a) * (b) + (c))
 #define LARGER(a, b) SELECT((a) > (b), a, b) /* b, where one is NaN */
@@ -157,6 +161,8 @@ INLINE float *result_of(const call_t *call, int row, int tile, int head) {
 #define WIDTH 4
 #define GROUP 8
 #define VECTORS(rows) ((rows) <= 2 ? 8 : (rows) <= 6 ? 4 : 2)
+#define TOGETHER 6
+#define BESIDE(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
 #define TARGET
 #define FMA(a, b, c) ((floats)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
 #define LARGER(a, b) SELECT((a) > (b), a, b)
@@ -178,6 +184,8 @@ INLINE void transpose_neon(void *rows) {
 #define WIDTH 8
 #define GROUP 6
 #define VECTORS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
+#define TOGETHER 6
+#define BESIDE(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
 #define TARGET __attribute__((target("avx2,fma")))
 #define FMA(a, b, c) ((floats)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #define LARGER(a, b) ((floats)_mm256_max_ps((__m256)(a), (__m256)(b)))
@@ -205,6 +213,8 @@ TARGET INLINE void transpose_avx2(void *rows) {
 #define WIDTH 16
 #define GROUP 8
 #define VECTORS(rows) ((rows) <= 2 ? 8 : (rows) <= 6 ? 4 : 2)
+#define TOGETHER 8
+#define BESIDE(rows) ((rows) <= 4 ? 4 : 2)
 #define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
 #define FMA(a, b, c) ((floats)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #define LARGER(a, b) ((floats)_mm512_max_ps((__m512)(a), (__m512)(b)))
@@ -326,6 +336,68 @@ int kvasir_attend(const call_t *call) {
         else if (items) work(&w);
     }
     return w.failed;
+}
+
+/* Numbered pieces of work, of which each thread takes the next until none is left. */
+typedef struct {
+    void (*compute)(const void *, int64_t);
+    const void *call;
+    int64_t next, end;
+} pieces_t;
+
+static void take_pieces(void *given) {
+    pieces_t *pieces = given;
+    for (;;) {
+        const int64_t number = __atomic_fetch_add(&pieces->next, 1, __ATOMIC_RELAXED);
+        if (number >= pieces->end) return;
+        pieces->compute(pieces->call, number);
+    }
+}
+
+#if defined(__aarch64__)
+#define CALL(variant, name, ...) ((variant) == NEON ? name##_neon(__VA_ARGS__) : name##_plain(__VA_ARGS__))
+#elif defined(__x86_64__)
+#define CALL(variant, name, ...) \
+    ((variant) >= AVX512  ? name##_avx512(__VA_ARGS__) \
+     : (variant) == AVX2 ? name##_avx2(__VA_ARGS__) \
+                         : name##_plain(__VA_ARGS__))
+#else
+#define CALL(variant, name, ...) name##_plain(__VA_ARGS__)
+#endif
+
+static int64_t row_blocks(const product_t *p) {
+    int64_t block = NEAR / p->in_features / ROW_BLOCK * ROW_BLOCK;
+    if (block < 2 * ROW_BLOCK) block = 2 * ROW_BLOCK;
+    return (p->num_rows + block - 1) / block;
+}
+
+static int64_t panel_blocks(const product_t *p) { return (p->out_features + PANELS * PANEL - 1) / (PANELS * PANEL); }
+
+static void multiply(const void *call, int64_t number) {
+    const product_t *p = call;
+    const int64_t blocks = row_blocks(p), at = panel_blocks(p), block = number / at;
+    CALL(p->variant, multiply, p, p->num_rows * block / blocks, p->num_rows * (block + 1) / blocks,
+         number % at * PANELS * PANEL);
+}
+
+/* Fills out. */
+void kvasir_multiply(const product_t *p) {
+    pieces_t pieces = {multiply, p, 0, row_blocks(p) * panel_blocks(p)};
+    if (p->threads > 1 && p->parallel) p->parallel(take_pieces, &pieces, (unsigned)p->threads, 0);
+    else take_pieces(&pieces);
+}
+
+static void turn(const void *call, int64_t number) {
+    const rows_t *c = call;
+    for (int64_t row = number * ROW_BLOCK; row < c->num_rows && row < (number + 1) * ROW_BLOCK; row++)
+        CALL(c->variant, turn, c, row);
+}
+
+/* Fills out. */
+void kvasir_turn(const rows_t *c) {
+    pieces_t pieces = {turn, c, 0, (c->num_rows + ROW_BLOCK - 1) / ROW_BLOCK};
+    if (c->threads > 1 && c->parallel) c->parallel(take_pieces, &pieces, (unsigned)c->threads, 0);
+    else take_pieces(&pieces);
 }
 
 #else /* WIDTH: one instruction set */
@@ -794,6 +866,10 @@ TARGET static void N(attend)(const call_t *call, int64_t number, int64_t num_ite
     }
 }
 
+#ifndef BF16_PRODUCTS
+#include "forward.c"
+#endif
+
 #undef floats
 #undef ints
 #undef LOAD
@@ -804,6 +880,8 @@ TARGET static void N(attend)(const call_t *call, int64_t number, int64_t num_ite
 #undef WIDTH
 #undef GROUP
 #undef VECTORS
+#undef TOGETHER
+#undef BESIDE
 #undef TARGET
 #undef FMA
 #undef LARGER

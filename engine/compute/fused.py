@@ -19,7 +19,8 @@ import transformers
 from torch import Tensor, nn
 
 from engine.compute.attention import StepAttention
-from engine.compute.linear import PackedWeight, can_pack
+from engine.compute.forward import PanelWeight, rms_norm, turn
+from engine.compute.linear import PackedWeight, can_pack, pack_weight
 
 TILE_ROWS: Final = 512  # rows of activations that are taken through a layer's products together
 _FAMILY: Final = (
@@ -28,6 +29,7 @@ _FAMILY: Final = (
     transformers.Qwen2ForCausalLM,
     transformers.Qwen3ForCausalLM,
 )
+Weight = PanelWeight | PackedWeight
 _STEADY_ROPE: Final = {"default", "linear", "llama3", "yarn"}  # kinds whose table is the same for every batch
 
 
@@ -40,13 +42,13 @@ class _Layer:
     """
 
     input_norm: Tensor
-    qkv: PackedWeight
+    qkv: Weight
     qk_norm: Tensor | None
-    output: PackedWeight
+    output: Weight
     mlp_norm: Tensor
-    gate: PackedWeight
-    up: PackedWeight
-    down: PackedWeight
+    gate: Weight
+    up: Weight
+    down: Weight
     window: int | None
 
 
@@ -64,8 +66,8 @@ class FusedForward:
         self._scale: float = attention.scaling
         self._epsilon: float = config.rms_norm_eps
         self._embedding = model.embed_tokens.weight.detach()
-        self._cos, self._sin = _rope_table(model.rotary_emb, context_tokens, self._head_dim, self._embedding.dtype)
-        self._head = PackedWeight(module.lm_head.weight, module.lm_head.bias)
+        self._tables = _rope_table(model.rotary_emb, context_tokens, self._head_dim, self._embedding.dtype)
+        self._head = pack_weight(module.lm_head.weight, module.lm_head.bias)
         self._layers = [self._take(layer, window) for layer, window in zip(model.layers, windows, strict=True)]
         self._final_norm = _norm_weight(model.norm)
 
@@ -80,13 +82,13 @@ class FusedForward:
             qk_norm = torch.cat([_norm_weight(norm).expand(count, -1) for norm, count in per_head])
         taken = _Layer(
             input_norm=_norm_weight(layer.input_layernorm),
-            qkv=PackedWeight(weight, None if biases[0] is None else torch.cat(biases)),
+            qkv=pack_weight(weight, None if biases[0] is None else torch.cat(biases)),
             qk_norm=qk_norm,
-            output=PackedWeight(attention.o_proj.weight, attention.o_proj.bias),
+            output=pack_weight(attention.o_proj.weight, attention.o_proj.bias),
             mlp_norm=_norm_weight(layer.post_attention_layernorm),
-            gate=PackedWeight(mlp.gate_proj.weight, mlp.gate_proj.bias),
-            up=PackedWeight(mlp.up_proj.weight, mlp.up_proj.bias),
-            down=PackedWeight(mlp.down_proj.weight, mlp.down_proj.bias),
+            gate=pack_weight(mlp.gate_proj.weight, mlp.gate_proj.bias),
+            up=pack_weight(mlp.up_proj.weight, mlp.up_proj.bias),
+            down=pack_weight(mlp.down_proj.weight, mlp.down_proj.bias),
             window=window,
         )
         for linear in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
@@ -98,23 +100,22 @@ class FusedForward:
         # 1. Embed. The hidden states live in tiles of rows: a tile's numbers stay near while it is worked on.
         num_rows = len(tokens)
         parts = -(-num_rows // TILE_ROWS)
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         hidden = list(_split(self._embedding.index_select(0, tokens), parts))
-        tables = list(zip(_split(cos, parts), _split(sin, parts), strict=True))
+        places = _split(positions, parts)
 
         # 2. All layers but the last: project each tile, attend as a whole, and finish each tile.
         shape = (num_rows, self._heads + 2 * self._kv_heads, self._head_dim)
         state = torch.empty(shape, dtype=self._embedding.dtype) if parts > 1 else None
         targets = state.tensor_split(parts) if state is not None else (None,)
-        for tile, target, table in zip(hidden, targets, tables, strict=True):
-            projected = self._project(self._layers[0], tile, *table, target)
+        for tile, target, place in zip(hidden, targets, places, strict=True):
+            projected = self._project(self._layers[0], tile, place, target)
         for index, layer in enumerate(self._layers[:-1]):
             attended = self._attend(index, layer, projected if state is None else state, attention)
             following = self._layers[index + 1]
             for part, (answer, target) in enumerate(zip(_split(attended, parts), targets, strict=True)):
                 attention.go_on()
                 hidden[part] = self._finish(layer, answer, hidden[part])
-                projected = self._project(following, hidden[part], *tables[part], target)
+                projected = self._project(following, hidden[part], places[part], target)
 
         # 3. The last layer stores every row's keys and values, and goes on with the asked rows alone.
         index, last = len(self._layers) - 1, self._layers[-1]
@@ -136,25 +137,15 @@ class FusedForward:
         attention.go_on()
         return self._head(rms_norm(final, self._final_norm, self._epsilon))
 
-    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, target: Tensor | None) -> Tensor:
+    def _project(self, layer: _Layer, hidden: Tensor, positions: Tensor, target: Tensor | None) -> Tensor:
         """Queries, keys and values of a tile, (rows, num_heads + 2 * num_kv_heads, head_dim), positions applied.
 
         They are written to `target`, or to memory of their own without one.
         """
         projected = layer.qkv(rms_norm(hidden, layer.input_norm, self._epsilon))
         projected = projected.view(len(hidden), -1, self._head_dim)
-        turning = self._heads + self._kv_heads
-        source = turned = projected[:, :turning]
-        if layer.qk_norm is not None:
-            source = rms_norm(source, layer.qk_norm, self._epsilon)
-        if target is None:
-            target = projected
-        else:
-            target[:, turning:].copy_(projected[:, turning:])
-            turned = target[:, :turning]
-        swapped = source.roll(self._head_dim // 2, -1)
-        torch.addcmul(source.mul_(cos), swapped, sin, out=turned)
-        return target
+        turn(projected, self._heads + self._kv_heads, layer.qk_norm, self._epsilon, self._tables, positions)
+        return projected if target is None else target.copy_(projected)
 
     def _attend(self, index: int, layer: _Layer, state: Tensor, attention: StepAttention) -> Tensor:
         attention.write(index, self._key_value(state))
@@ -175,19 +166,6 @@ class FusedForward:
 
 def _split(rows: Tensor, parts: int) -> Sequence[Tensor]:
     return rows.tensor_split(parts) if parts > 1 else (rows,)
-
-
-def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """rows / sqrt(mean(rows ** 2) + epsilon) * weight over the last dimension, in float32 within; returns rows' dtype.
-
-    Source: arXiv 1910.07467. torch's own falls apart into slower pieces on the CPU.
-    """
-    wide = rows.float()
-    size = rows.shape[-1]
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    inverse = norm.mul_(norm).add_(epsilon * size).rsqrt_()
-    scaled = torch.mul(wide, inverse) if wide is rows else wide.mul_(inverse)
-    return scaled.mul_(weight).to(rows.dtype)
 
 
 def fuse(module: Any, context_tokens: int, windows: list[int | None]) -> FusedForward | None:
@@ -225,11 +203,11 @@ def _norm_weight(norm: Any) -> Tensor:
 
 
 def _rope_table(rotary: Any, context_tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, (context_tokens, 1, head_dim) each, for x * cos + roll(x, half) * sin.
+    """Cosines and sines of every position, (context_tokens, head_dim) each, for x * cos + roll(x, half) * sin.
 
     The sines of the first half are negated: rotate_half(x) is roll(x, half) with its first half negated.
     """
     positions = torch.arange(context_tokens)[None]
     cos, sin = rotary(torch.empty(0, dtype=torch.float32), positions)
     sin = torch.cat((-sin[..., : head_dim // 2], sin[..., head_dim // 2 :]), -1)
-    return cos[0].unsqueeze(1).to(dtype), sin[0].unsqueeze(1).to(dtype)
+    return cos[0].to(dtype).contiguous(), sin[0].to(dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Compiles and loads attention.c, and says which of its instruction sets this processor has.
+"""Compiles and loads attention.c with forward.c, and says which of its instruction sets this processor has.
 
 The system's C compiler makes the library once for a machine, with every instruction set in it. It is kept in the user's
 cache folder under a name made of the source and the compiler's flags, so a new version of the source is a new file.
@@ -23,7 +23,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-SOURCE: Final = Path(__file__).with_name("attention.c")
+SOURCE: Final = Path(__file__).with_name("attention.c")  # includes the others
 COMPILERS: Final = ("cc", "gcc", "clang")
 FLAGS: Final = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-lm")
 COMPILE_S: Final = 120.0  # seconds that the compiler may take; 6 are usual
@@ -56,15 +56,38 @@ class Call(ctypes.Structure):
     )
 
 
+class Product(ctypes.Structure):
+    """product_t of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "rows", "other", "out", "parallel")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "row_stride", "in_features", "out_features")),
+        *((name, ctypes.c_int32) for name in ("then", "variant", "threads", "unused")),
+    )
+
+
+class Rows(ctypes.Structure):
+    """rows_t of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "out", "weight", "cos", "sin", "positions", "parallel")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "row_stride", "out_stride", "heads", "dim")),
+        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("variant", "threads", "unused")),
+    )
+
+
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """None where it cannot be compiled. The first call on a machine takes seconds."""
     try:
         library = ctypes.CDLL(str(_compiled(default_folder())))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        log.warning("attention is computed with torch, which is slower: %s", error)
+        log.warning("attention and products are computed with torch, which is slower: %s", error)
         return None
     library.kvasir_attend.argtypes = (ctypes.POINTER(Call),)
+    library.kvasir_multiply.argtypes, library.kvasir_multiply.restype = (ctypes.POINTER(Product),), None
+    library.kvasir_turn.argtypes, library.kvasir_turn.restype = (ctypes.POINTER(Rows),), None
     library.kvasir_supports.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64)
     return library
 
@@ -107,7 +130,8 @@ def default_folder() -> Path:
 def _compiled(folder: Path) -> Path:
     """The library in `folder`, compiled if it is not there. Another process may do the same at the same time."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    identity = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:20]
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c")))
+    identity = hashlib.sha256(sources + " ".join(FLAGS).encode()).hexdigest()[:20]
     library = folder / f"attention-{identity}.so"
     if library.is_file():
         return library

@@ -1,12 +1,12 @@
-"""Linear layers in the layout that oneDNN computes fastest with.
+"""Linear layers in the layout that is computed fastest: forward.c's in float32, else oneDNN's.
 
 With few rows, an ordinary linear layer reads its weights at a third of the memory's speed; packed once at load they are
 read at all of it, which decides how fast a CPU decodes. The original weights are freed, so packing costs no memory,
-except where an embedding is tied to the output layer. On a GPU, or where oneDNN cannot pack, layers stay as they are.
+except where an embedding is tied to the output layer. On a GPU, or where nothing can pack, layers stay as they are.
 
-In fp32 a packed layer computes a row the same way, bit for bit, whatever other rows are in the batch, as long as there
-are two or more. Operators of torch that are not public are found by name, and missed with a message instead of an
-error: a slower way is taken then. The range of versions that they were seen in is in pyproject.toml.
+In float32 a packed layer computes a row the same way, bit for bit, whatever other rows are in the batch; with oneDNN
+only if there are two or more. Operators of torch that are not public are found by name, and missed with a message
+instead of an error: a slower way is taken then. The range of versions that they were seen in is in pyproject.toml.
 
 engine/compute/fused.py builds a whole forward of these; engine/compute/model.py packs all other
 models.
@@ -21,6 +21,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from engine.compute.forward import PanelWeight, is_compiled
 
 _REORDER: Final = "mkldnn::_reorder_linear_weight"
 _POINTWISE: Final = "mkldnn::_linear_pointwise"
@@ -45,7 +47,9 @@ def is_quick(dtype: torch.dtype) -> bool:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether PackedWeight works here: tried on a small one, because builds and processors differ."""
+    """Whether `pack_weight` works here: oneDNN's is tried on a small one, because builds and processors differ."""
+    if is_compiled(dtype, device):
+        return True
     if device.type != "cpu" or not has_onednn() or not is_quick(dtype):
         return False
     if not all((find_operator(_REORDER), find_operator(_POINTWISE), find_operator(_POINTWISE, "binary"))):
@@ -58,11 +62,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
-class PackedWeight:
-    """A linear layer's weight and bias, packed; and the products that can be fused with it.
+def pack_weight(weight: Tensor, bias: Tensor | None) -> PanelWeight | PackedWeight:
+    """weight (out_features, in_features); copied, the caller may free it. Only where can_pack says so."""
+    return (PanelWeight if is_compiled(weight.dtype, weight.device) else PackedWeight)(weight, bias)
 
-    All take rows (..., in_features) and return (..., out_features) in the same dtype, and never change an argument.
-    """
+
+class PackedWeight:
+    """A linear layer's weight and bias, packed by oneDNN; see engine.compute.forward.PanelWeight."""
 
     __slots__ = ("_apply", "_bias", "_combine", "_weight", "in_features", "out_features")
 
@@ -76,22 +82,18 @@ class PackedWeight:
         self._combine: Any = find_operator(_POINTWISE, "binary")
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows @ weight.T + bias"""
         out: Tensor = self._apply(rows, self._weight, self._bias, "none", [], "")
         return out
 
     def swish(self, rows: Tensor) -> Tensor:
-        """silu(rows @ weight.T + bias)"""
         out: Tensor = self._apply(rows, self._weight, self._bias, "swish", [], "")
         return out
 
     def multiply(self, rows: Tensor, factor: Tensor) -> Tensor:
-        """(rows @ weight.T + bias) * factor"""
         out: Tensor = self._combine(rows, factor, self._weight, self._bias, "mul")
         return out
 
     def add(self, rows: Tensor, summand: Tensor) -> Tensor:
-        """rows @ weight.T + bias + summand"""
         out: Tensor = self._combine(rows, summand, self._weight, self._bias, "add")
         return out
 
@@ -101,7 +103,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self._packed = PackedWeight(weight, bias)
+        self._packed = pack_weight(weight, bias)
         self.in_features, self.out_features = self._packed.in_features, self._packed.out_features
         self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)  # models ask it for dtype and device
 

@@ -14,6 +14,7 @@ import torch
 
 from engine.compute.attention import StepAttention
 from engine.compute.batch import Batch, make_batch
+from engine.compute.forward import is_compiled
 from engine.compute.kv_cache import KVCache, choose_budget, count_blocks, free_bytes
 from engine.compute.machine import choose_threads, usable_cores
 from engine.compute.model import LoadedModel
@@ -47,7 +48,8 @@ class ModelRunner:
             need = model.cache_shape.token_bytes * settings.block_size
             raise ConfigError(f"engine.kv_cache_bytes: {budget} bytes hold less than two blocks of {need} bytes")
         self.cache = KVCache(model.cache_shape, self.num_blocks, settings.block_size, model.device)
-        self._pads = model.device.type == "cpu" and model.dtype == torch.float32
+        compiled = model.is_fused and is_compiled(model.dtype, model.device)
+        self._pads = model.device.type == "cpu" and model.dtype == torch.float32 and not compiled
         self._sampler = Sampler()
         self._step_masks = StepMasks(model.vocab_size)
         self._warm_up()

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.compute.fused import fuse, rms_norm
+from engine.compute import forward
+from engine.compute.forward import is_compiled, rms_norm, turn
+from engine.compute.fused import fuse
 from tests.fakes.tiny_models import CONTEXT, KINDS, Driver, make_family, make_module, make_runner, random_ids
 
 FUSED = [kind for kind, (family, _) in KINDS.items() if family in ("Llama", "Mistral", "Qwen2", "Qwen3")]
@@ -43,11 +45,39 @@ def test_a_relative_with_unusual_parts_keeps_its_own_forward(change: dict[str, o
     assert fuse(module, CONTEXT, [None] * 3) is None
 
 
-@pytest.mark.parametrize("size", [16, 64, 512])
+@pytest.fixture(params=[True, False], ids=["compiled", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to compute norms and turns; the first where there is a compiler."""
+    if not request.param:
+        monkeypatch.setattr(forward, "is_compiled", lambda dtype, device: False)
+    elif not is_compiled(torch.float32, torch.device("cpu")):
+        pytest.skip("no C compiler")
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("size", [16, 20, 64, 512])
 def test_the_norm_is_torchs(size: int) -> None:
-    rows, weight = torch.randn(7, 3, size), torch.rand(size)
+    rows, weight = torch.randn(70, size), torch.rand(size)
     want = functional.rms_norm(rows, (size,), weight, 1e-5)
     torch.testing.assert_close(rms_norm(rows, weight * size**0.5, 1e-5), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dim", [8, 24, 64])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_heads_are_turned_by_their_position_and_values_are_left(dim: int, has_norm: bool) -> None:
+    state, norm = torch.randn(70, 5, dim), torch.rand(3, dim) * dim**0.5 if has_norm else None
+    positions = torch.arange(100, 30, -1)
+    angles = torch.outer(torch.arange(101.0), torch.rand(dim // 2)).repeat(1, 2)
+    sign = torch.ones(dim).index_fill_(0, torch.arange(dim // 2), -1)
+    before = state[:, :3] if norm is None else rms_norm(state[:, :3], norm, 1e-5)
+    cos, sin = (table[positions][:, None] for table in (angles.cos(), angles.sin() * sign))
+    want = torch.cat((before * cos + before.roll(dim // 2, -1) * sin, state[:, 3:]), 1)
+    alone = state[7:8].clone()
+    turn(state, 3, norm, 1e-5, (angles.cos(), angles.sin() * sign), positions)
+    torch.testing.assert_close(state, want, atol=1e-5, rtol=1e-5)
+    turn(alone, 3, norm, 1e-5, (angles.cos(), angles.sin() * sign), positions[7:8].expand(1))
+    torch.testing.assert_close(alone, state[7:8], atol=0 if is_compiled(torch.float32, state.device) else 1e-6, rtol=0)
 
 
 def test_the_norm_does_not_change_its_argument() -> None:

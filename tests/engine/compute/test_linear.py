@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from engine.compute import linear
+from engine.compute.forward import PanelWeight, is_compiled
+from engine.compute.kernel import VARIANTS, supported
 from engine.compute.linear import PackedLinear, PackedWeight, can_pack, is_quick, pack
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 48), (211, 64), (96, 1536), (512, 512)]
+
+
+def ways(dtype: torch.dtype) -> list[type[PanelWeight] | type[PackedWeight]]:
+    """All that pack here."""
+    found: list[type[PanelWeight] | type[PackedWeight]] = [PanelWeight] if is_compiled(dtype, CPU) else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "is_compiled", lambda dtype, device: False)
+        return [*found, PackedWeight] if can_pack(dtype, CPU) else found
 
 
 def make(
@@ -26,12 +39,10 @@ def make(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int], bias: bool) -> None:
-    if not can_pack(dtype, CPU):
-        return
     weight, offset = make(*shape, dtype, bias)
-    packed = PackedWeight(weight, offset)
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
-    for rows in (1, 2, 7, 64):
+    for make_weight, rows in product(ways(dtype), (1, 2, 7, 64)):
+        packed = make_weight(weight, offset)
         x, other = torch.randn(rows, shape[1]).to(dtype), torch.randn(rows, shape[0]).to(dtype)
         plain = functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
         for got, want in (
@@ -46,26 +57,44 @@ def test_products_are_those_of_torch(dtype: torch.dtype, shape: tuple[int, int],
 
 def test_arguments_are_left_as_they_are() -> None:
     weight, bias = make(48, 32, torch.float32, bias=True)
-    packed, x, other = PackedWeight(weight, bias), torch.randn(3, 32), torch.randn(3, 48)
+    x, other = torch.randn(3, 32), torch.randn(3, 48)
     before = x.clone(), other.clone()
-    packed.multiply(x, other)
-    packed.add(x, other)
-    assert torch.equal(x, before[0])
-    assert torch.equal(other, before[1])
+    for make_weight in ways(torch.float32):
+        packed = make_weight(weight, bias)
+        packed.multiply(x, other)
+        packed.add(x, other)
+        assert torch.equal(x, before[0])
+        assert torch.equal(other, before[1])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_float32_a_row_does_not_depend_on_the_other_rows(shape: tuple[int, int]) -> None:
     weight, _ = make(*shape, torch.float32, bias=False)
-    packed = PackedWeight(weight, None)
     x, other = torch.randn(600, shape[1]), torch.randn(600, shape[0])
-    whole = packed(x), packed.swish(x), packed.multiply(x, other), packed.add(x, other)
-    for rows in (2, 3, 4, 5, 8, 15, 16, 17, 33, 100, 257, 512):
-        for start in (0, 600 - rows):
-            a, b = x[start : start + rows], other[start : start + rows]
-            parts = packed(a), packed.swish(a), packed.multiply(a, b), packed.add(a, b)
-            for part, full in zip(parts, whole, strict=True):
-                assert torch.equal(part, full[start : start + rows]), rows
+    for make_weight in ways(torch.float32):
+        packed = make_weight(weight, None)
+        whole = packed(x), packed.swish(x), packed.multiply(x, other), packed.add(x, other)
+        for rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 100, 257, 512)[make_weight is PackedWeight :]:
+            for start in (0, 600 - rows):
+                a, b = x[start : start + rows], other[start : start + rows]
+                parts = packed(a), packed.swish(a), packed.multiply(a, b), packed.add(a, b)
+                for part, full in zip(parts, whole, strict=True):
+                    assert torch.equal(part, full[start : start + rows]), rows
+
+
+@pytest.mark.skipif(not is_compiled(torch.float32, CPU), reason="no C compiler")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_instruction_set_multiplies_a_row_alone_as_among_others(shape: tuple[int, int]) -> None:
+    weight, bias = make(*shape, torch.float32, bias=True)
+    packed, x = PanelWeight(weight, bias), torch.randn(40, shape[1])
+    want = functional.silu(functional.linear(x, weight, bias))
+    for variant in supported(torch.float32, 1):
+        packed._call.variant = variant
+        whole = packed.swish(x)
+        torch.testing.assert_close(whole, want, atol=1e-5, rtol=1e-5, msg=VARIANTS[variant])
+        for rows in range(1, 10):
+            assert torch.equal(packed.swish(x[7 : 7 + rows]), whole[7 : 7 + rows]), VARIANTS[variant]
+    assert packed(torch.full((1, shape[1]), torch.nan)).isnan().all()
 
 
 def test_pack_replaces_every_linear_layer_and_frees_its_weight() -> None:

@@ -22,6 +22,7 @@ def torch_without(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(f"{name}_that_is_gone", overload)
 
     monkeypatch.setattr(linear, "find_operator", find)
+    monkeypatch.setattr(linear, "is_compiled", lambda dtype, device: False)
     real.cache_clear()
 
 
@@ -58,6 +59,7 @@ def test_a_model_computes_the_same_without_any_one_of_them(
     whole = Driver(make_runner("llama"))
     want = whole.prefill(whole.sequence(ids, 3), cuts=[256])
     real = linear.find_operator
+    monkeypatch.setattr(linear, "is_compiled", lambda dtype, device: False)
     monkeypatch.setattr(
         linear,
         "find_operator",
