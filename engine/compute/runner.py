@@ -22,7 +22,7 @@ from engine.compute.peaks import measure_peak
 from engine.config import ConfigError, EngineSettings
 from engine.protocol import Sampling
 from engine.sampling.grammar_worker import StepMasks
-from engine.sampling.sampler import Sampler, highest, note_prompt_logprobs
+from engine.sampling.sampler import Row, Sampler, highest, note_prompt_logprobs
 from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step, Work
 from engine.utilisation import Utilisation
 
@@ -130,7 +130,11 @@ class ModelRunner:
         rows = logits if len(samples) == len(step.work) else logits[samples]
         if step.forks:
             rows = torch.cat((rows, torch.stack([fork.row for fork in step.forks])))
-        chosen = self._sampler.choose(rows, sampled, self._step_masks.take()) if sampled else []
+        asked = [Row(sequence) for sequence in sampled]
+        chosen = self._sampler.choose(rows, asked, self._step_masks.take()) if asked else []
+        for row in asked:
+            if row.logprobs is not None:
+                row.sequence.logprobs.append(row.logprobs)
         if len(samples) == len(step.work):
             return list(chosen)
         results = [None if finite else NOT_FINITE for finite in highest(logits)[1]]

@@ -1,34 +1,72 @@
-"""Chooses the next token of many sequences at once.
+"""Chooses the next token of many rows of logits at once.
 
-Greedy rows of a step share one argmax. The others are continued with a random number that depends on nothing but their
-own seed and position (a counter-based generator), so the same seed gives the same text whatever else is in the batch
-and wherever the sequence was preempted. A request without a seed draws from the process's own generator.
+A row is a position of a sequence: its settings, and the tokens before it. What is drawn depends on the row's logits,
+its settings and a random number made of nothing but seed and position (a counter-based generator), so the same seed
+gives the same text whatever else is in the batch and wherever the sequence was preempted. A request without a seed
+draws from the process's own generator.
 
-Order of operations: logit bias, repetition penalty, penalties over generated tokens, what may not come yet
-(min_tokens), what a grammar forbids, temperature, top-k, top-p, min-p; those that transformers has too are in its
-order. Log probabilities are those of the model's own distribution, before all of these. Knows tensors of logits and
-sequences; its neighbour is engine/compute/runner.py.
+Order of operations: logit bias, repetition penalty, penalties over generated tokens, what a grammar forbids, what may
+not come yet (min_tokens), temperature, top-k, top-p, min-p, one draw in the order of ids. Where the filters are sure to
+keep only some of the CANDIDATES highest logits nothing else is looked at. Log probabilities are those of the model's
+own distribution, before all of these. Knows tensors of logits and sequences; its neighbour is
+engine/compute/runner.py.
 """
 
 from __future__ import annotations
 
 import logging
+from array import array
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.compute.batch import scored_positions
-from engine.protocol import Sampling, TokenLogprobs
-from engine.sampling.grammar_worker import Mask, Masks
+from engine.protocol import TokenLogprobs
+from engine.sampling.grammar_worker import Masks
 from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step
 
 log = logging.getLogger(__name__)
 
+CANDIDATES: Final = 256  # highest logits of a row that top-k, top-p and min-p look at first
 _SEED_BITS: Final = (1 << 64) - 1
 _STREAM: Final = 0x6B7661736972  # the generator's second key word: our own stream of every seed
-_NUCLEUS_GUESS: Final = 1024  # candidates that are sorted first; a flatter distribution sorts them all
+_STRIDES: Final = 16  # tokens of one column in `highest_of`
+_CHUNK: Final = 512  # weights that are added up in float32
+_LEAST_TEMPERATURE: Final = 1e-30  # in float32, where it is not 0
+
+
+@dataclass(slots=True)
+class Row:
+    """A position whose token is chosen: the one behind the sequence's tokens and those drafted for it.
+
+    logprobs  of the chosen token, once there is one, if the sequence wants them
+    """
+
+    sequence: Sequence
+    drafted: tuple[int, ...] = ()
+    logprobs: TokenLogprobs | None = None
+
+    @property
+    def may_not_end(self) -> bool:
+        """Whether the tokens that end the sequence are forbidden here."""
+        s = self.sequence
+        return s.num_generated + len(self.drafted) < s.sampling.min_tokens and bool(s.end_ids)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but a mask changes its logits."""
+        s = self.sequence.sampling
+        penalties = s.presence_penalty != 0 or s.frequency_penalty != 0 or s.repetition_penalty != 1
+        return not (penalties or s.logit_bias or self.may_not_end)
+
+    def tokens(self, start: int = 0) -> npt.NDArray[np.int64]:
+        """Those before it, from `start` on. A copy: the sequence's grow."""
+        return np.array(self.sequence.tokens[start:] + array("I", self.drafted), np.int64)
 
 
 class Sampler:
@@ -37,93 +75,61 @@ class Sampler:
     def __init__(self) -> None:
         self._unseeded = np.random.default_rng()
 
-    def choose(self, logits: Tensor, sequences: list[Sequence], masks: Masks | None = None) -> list[int]:
-        """One token id for each row; NOT_FINITE where a row's logits are not finite, what stands in place of a mask,
-        ROW_FAILED where an error is that row's alone. Sequences that ask for log probabilities get one more in their
-        `logprobs`.
+    def choose(self, logits: Tensor, rows: list[Row], masks: Masks | None = None) -> list[int]:
+        """One token id for each row, and its `logprobs`; NOT_FINITE where no logit of a row is the highest, what stands
+        in place of a mask, ROW_FAILED where an error is that row's alone.
 
         logits  (num_rows, vocab_size), any floating dtype; left as they are
         """
-        tokens, finite = highest(logits)
         masks = masks or {}
-        found = {row: mask for row, mask in masks.items() if not isinstance(mask, int)}
-        _choose_greedily(logits, tokens, {row: m for row, m in found.items() if is_plain_greedy(sequences[row])})
-        for row, sequence in enumerate(sequences):
-            if not finite[row]:
-                tokens[row] = NOT_FINITE
-            elif row in masks and row not in found:
-                tokens[row] = int(masks[row])
-            elif not is_plain_greedy(sequence):
-                tokens[row] = self._try_one(logits[row], sequence, found.get(row))
-        _note_logprobs(logits, tokens, sequences)
+        try:
+            return self._choose(logits, rows, masks)
+        except Exception:
+            if len(rows) > 1:  # each for itself
+                own = [{0: masks[i]} if i in masks else None for i in range(len(rows))]
+                return [self.choose(logits[i : i + 1], rows[i : i + 1], mask)[0] for i, mask in enumerate(own)]
+            log.exception("sampling failed (request %s)", rows[0].sequence.request_id or "-")
+            return [ROW_FAILED]
+
+    def _choose(self, logits: Tensor, rows: list[Row], masks: Masks) -> list[int]:
+        # 1. The highest logit: of most greedy rows it is the answer.
+        settings = [row.sequence.sampling for row in rows]
+        found, finite = highest(logits)
+        tokens = [found[i] if finite[i] else NOT_FINITE for i in range(len(rows))]
+        tokens = [m if isinstance(m := masks.get(i), int) and t >= 0 else t for i, t in enumerate(tokens)]
+        # 2. The others have bias, penalties or masks, or are drawn.
+        left = [i for i, token in enumerate(tokens) if token >= 0]
+        greedy = [i for i in left if settings[i].temperature <= 0 and (i in masks or not rows[i].is_plain)]
+        drawn = [i for i in left if settings[i].temperature > 0]
+        for group in filter(None, (greedy, drawn)):
+            edited = logits[group].float()  # a copy
+            edit(edited, [rows[i] for i in group], {at: masks[i] for at, i in enumerate(group) if i in masks})
+            found, finite = highest(edited)
+            if not all(finite):
+                raise ValueError("no token is left that may come")
+            if group is drawn:
+                controls = torch.tensor([self._controls(rows[i]) for i in group], dtype=torch.float64)
+                found = draw(edited, controls.to(logits.device)).tolist()
+            for index, token in zip(group, found, strict=True):
+                tokens[index] = token
+        # 3. Log probabilities.
+        asked = {i: one.logprobs for i, one in enumerate(settings) if tokens[i] >= 0 and one.logprobs is not None}
+        if asked:
+            told = find_logprobs(logits[list(asked)], [tokens[i] for i in asked], list(asked.values()))
+            for index, logprobs in zip(asked, told, strict=True):
+                rows[index].logprobs = logprobs
         return tokens
 
-    def _try_one(self, logits: Tensor, sequence: Sequence, mask: Mask | None) -> int:
-        try:
-            return self._choose_one(logits.float(), sequence, mask)
-        except Exception:
-            log.exception("sampling failed (request %s)", sequence.request_id or "-")
-            return ROW_FAILED
-
-    def _choose_one(self, logits: Tensor, sequence: Sequence, mask: Mask | None = None) -> int:
-        sampling = sequence.sampling
-        adjusted = adjust(logits, sequence)
-        logits = adjusted if mask is None else constrain(adjusted, logits, mask, may_not_end(sequence))
-        if sampling.temperature <= 0:
-            return int(logits.argmax())
-        weights, ids = weigh(logits, sampling)
-        return draw(weights, ids, self._uniform(sequence))
-
-    def _uniform(self, sequence: Sequence) -> float:
-        if sequence.sampling.seed is None:
-            return float(self._unseeded.random())
-        return uniform(sequence.sampling.seed, sequence.num_tokens)
+    def _controls(self, row: Row) -> tuple[float, float, float, float, float]:
+        s, position = row.sequence.sampling, row.sequence.num_tokens + len(row.drafted)
+        random = float(self._unseeded.random()) if s.seed is None else uniform(s.seed, position)
+        return s.temperature, s.top_k, s.top_p, s.min_p, random
 
 
-def _note_logprobs(logits: Tensor, tokens: list[int], sequences: list[Sequence]) -> None:
-    asked = {row: s.sampling.logprobs for row, s in enumerate(sequences) if s.sampling.logprobs is not None}
-    asked = {row: count for row, count in asked.items() if tokens[row] >= 0}
-    if not asked:
-        return
-    rows = list(asked)
-    try:
-        found = find_logprobs(logits[rows], [tokens[row] for row in rows], list(asked.values()))
-    except Exception:
-        if len(sequences) > 1:  # each for itself
-            for row in rows:
-                one = [tokens[row]]
-                _note_logprobs(logits[row : row + 1], one, [sequences[row]])
-                tokens[row] = one[0]
-            return
-        log.exception("log probabilities failed (request %s)", sequences[0].request_id or "-")
-        tokens[0] = ROW_FAILED
-        return
-    for row, told in zip(rows, found, strict=True):
-        sequences[row].logprobs.append(told)
-
-
-def _choose_greedily(logits: Tensor, tokens: list[int], masks: dict[int, Mask]) -> None:
-    """The highest of the allowed logits, for all rows with a mask at once."""
-    if not masks:
-        return
-    allowed = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)
-    found = highest(logits[list(masks)].where(allowed, -torch.inf))[0]
-    for row, token in zip(masks, found, strict=True):
-        tokens[row] = token
-
-
-def constrain(adjusted: Tensor, logits: Tensor, mask: Mask, forbids_ends: bool) -> Tensor:
-    """Logits of the tokens that a mask allows, minus infinity elsewhere. Where nothing is left, because what it allows
-    may not come yet (min_tokens), the grammar wins: its text is complete.
-
-    adjusted      (vocab_size,) float32; `logits` are those before bias and penalties
-    forbids_ends  whether `adjusted` has minus infinity for what may not come yet
-    """
-    allowed = torch.from_numpy(mask).to(logits.device)
-    left = adjusted.where(allowed, -torch.inf)
-    if forbids_ends and left.max() == -torch.inf:
-        return logits.where(allowed, -torch.inf)
-    return left
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on the seed and the position alone (Philox 4x64)."""
+    key = np.array([seed & _SEED_BITS, _STREAM], np.uint64)
+    return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
 
 
 def highest(logits: Tensor) -> tuple[list[int], list[bool]]:
@@ -139,118 +145,158 @@ def highest(logits: Tensor) -> tuple[list[int], list[bool]]:
     return indices.tolist(), values.isfinite().tolist()
 
 
-def is_plain_greedy(sequence: Sequence) -> bool:
-    """Whether the highest logit as the model computed it is the answer."""
-    sampling = sequence.sampling
-    return (
-        sampling.temperature <= 0
-        and not sampling.logit_bias
-        and sampling.presence_penalty == 0
-        and sampling.frequency_penalty == 0
-        and sampling.repetition_penalty == 1
-        and not may_not_end(sequence)
-    )
+def highest_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` highest of each row, and their ids: Tensor.topk in half the time. Of equals it is not said which.
+
+    logits  (num_rows, vocab_size) float32
+    """
+    width = logits.shape[1] // _STRIDES
+    if width <= 2 * count:
+        return logits.topk(min(count, logits.shape[1]))
+    # They are in the columns with the highest maxima, or behind all columns.
+    whole = torch.arange(width * _STRIDES, device=logits.device).view(_STRIDES, width)
+    columns = logits[:, : whole.numel()].view(-1, _STRIDES, width).amax(1).topk(count, sorted=False).indices
+    rest = torch.arange(whole.numel(), logits.shape[1], device=logits.device).expand(len(logits), -1)
+    ids = torch.cat(((columns[:, None] + whole[:, :1]).flatten(1), rest), 1)
+    values, at = logits.gather(1, ids).topk(count)
+    return values, ids.gather(1, at)
 
 
-def may_not_end(sequence: Sequence) -> bool:
-    """Whether the tokens that end the sequence are forbidden at its next position."""
-    return sequence.num_generated < sequence.sampling.min_tokens and bool(sequence.end_ids)
+# -- bias, penalties, masks -------------------------------------------------------------------------------------------
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on the seed and the position alone (Philox 4x64)."""
-    key = np.array([seed & _SEED_BITS, _STREAM], np.uint64)
-    return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
+def edit(logits: Tensor, rows: list[Row], masks: Masks) -> None:
+    """Changes logits, (num_rows, vocab_size) float32, in place."""
+    for values, row in zip(logits, rows, strict=True):
+        if not row.is_plain:
+            penalise(values, row)
+    if masks:  # arithmetic takes a fraction of what branches on each bit take
+        limits = torch.from_numpy(np.stack(list(masks.values()))).to(logits).sub_(0.5).mul_(torch.inf)
+        logits[list(masks)] = logits[list(masks)].minimum(limits)
+    for values, row in zip(logits, rows, strict=True):
+        if row.may_not_end:
+            ends = torch.tensor([t for t in row.sequence.end_ids if t < len(values)], device=logits.device).long()
+            before = values[ends]
+            values[ends] = -torch.inf
+            if values.max() == -torch.inf:  # nothing else can come: the sequence, or its grammar's text, is complete
+                values[ends] = before
 
 
-def adjust(logits: Tensor, sequence: Sequence) -> Tensor:
-    """Logits with bias and penalties, and without the tokens that may not come yet.
+def penalise(logits: Tensor, row: Row) -> None:
+    """Bias and penalties, in place. Token ids beyond the vocabulary are left out.
 
     A token of prompt or answer has its logit divided by repetition_penalty, or multiplied when below 0 (Keskar et al.,
-    2019). For those of the answer alone: - frequency * count - presence * (count > 0).
+    2019). For those of the answer alone: - frequency * count - presence.
 
-    logits  (vocab_size,) float32; not changed. Token ids beyond the vocabulary are left out.
+    logits  (vocab_size,) float32
     """
-    sampling = sequence.sampling
-    if sampling.logit_bias:
-        logits = logits.clone()
-        for token, bias in sampling.logit_bias:
-            if 0 <= token < len(logits):
-                logits[token] += bias
-    if sampling.repetition_penalty != 1:
-        logits = _penalise_repetition(logits, sequence)
-    if (sampling.presence_penalty or sampling.frequency_penalty) and sequence.num_generated:
-        generated = np.array(sequence.tokens[sequence.num_prompt :], np.int64)
-        counts = torch.from_numpy(np.bincount(generated, minlength=len(logits))[: len(logits)])
-        counts = counts.to(logits.device, logits.dtype)
-        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
-    return _forbid_ends(logits, sequence) if may_not_end(sequence) else logits
+    sampling, size = row.sequence.sampling, len(logits)
+    for token, bias in sampling.logit_bias:
+        if 0 <= token < size:
+            logits[token] += bias
+    if (penalty := sampling.repetition_penalty) != 1:
+        tokens = row.tokens()
+        seen = torch.from_numpy(tokens[tokens < size]).to(logits.device)
+        values = logits[seen]
+        # A token that comes twice is written twice, with the same value.
+        logits[seen] = torch.where(values < 0, values * penalty, values / penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        tokens, counts = np.unique(row.tokens(row.sequence.num_prompt), return_counts=True)
+        less = sampling.frequency_penalty * counts[tokens < size] + sampling.presence_penalty
+        logits[torch.from_numpy(tokens[tokens < size]).to(logits.device)] -= torch.from_numpy(less).to(logits)
 
 
-def _penalise_repetition(logits: Tensor, sequence: Sequence) -> Tensor:
-    seen = torch.from_numpy(np.array(sequence.tokens, np.int64))  # a copy: the sequence's tokens grow
-    seen = seen[seen < len(logits)].to(logits.device)
-    penalty, values = sequence.sampling.repetition_penalty, logits[seen]
-    # A token that comes twice is written twice, with the same value.
-    return logits.index_put((seen,), torch.where(values < 0, values * penalty, values / penalty))
+# -- draws ------------------------------------------------------------------------------------------------------------
 
 
-def _forbid_ends(logits: Tensor, sequence: Sequence) -> Tensor:
-    """Unless nothing else can come: then the sequence ends early."""
-    ends = torch.tensor([token for token in sequence.end_ids if token < len(logits)], device=logits.device)
-    forbidden = logits.index_fill(0, ends.long(), -torch.inf)
-    return forbidden if bool(forbidden.max() > -torch.inf) else logits
-
-
-def weigh(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Probabilities after temperature, top-k, top-p and min-p.
+def draw(logits: Tensor, controls: Tensor) -> Tensor:
+    """One token of each row after temperature, top-k, top-p and min-p, (num_rows,).
 
     top-k keeps every token that is as likely as the k-th; top-p keeps the shortest run of most likely tokens that adds
-    up to top_p, at least one; min-p keeps those that are at least min_p times as likely as the likeliest. Returns
-    (weights, ids) of the kept tokens: float64, not normalised, the highest 1; ids None is 0, 1, ...
+    up to top_p of these, of equals the first; min-p keeps those that are at least min_p times as likely as the
+    likeliest, which is always kept. The draw is the inverse of the cumulative distribution, in the order of ids.
+
+    logits    (num_rows, vocab_size) float32, the highest of each row finite
+    controls  (num_rows, 5) float64: temperature above 0, top_k, top_p, min_p, and a random number in [0, 1)
     """
-    scaled = logits.double()
-    scaled = (scaled - scaled.max()) / sampling.temperature
-    ids: Tensor | None = None
-    if 0 < sampling.top_k < len(scaled):
-        threshold = scaled.topk(sampling.top_k).values[-1]
-        ids = (scaled >= threshold).nonzero().view(-1)
-        scaled = scaled[ids]
-    weights = scaled.exp()
-    if sampling.top_p < 1:
-        kept = _nucleus(weights, sampling.top_p)
-        weights, ids = weights[kept], kept if ids is None else ids[kept]
-    if sampling.min_p > 0:
-        kept = (weights >= sampling.min_p).nonzero().view(-1)
-        weights, ids = weights[kept], kept if ids is None else ids[kept]
-    return weights, ids
+    tokens = torch.full((len(logits),), -1, device=logits.device)
+    filtered = (controls[:, 1:4] != controls.new_tensor([0, 1, 0])).any(1)
+    ways = *((filtered, count) for count in (CANDIDATES, 16 * CANDIDATES, logits.shape[1])), (~filtered, None)
+    for wanted, count in ways:
+        if len(rows := (wanted & (tokens < 0)).nonzero()[:, 0]):
+            own = logits if len(rows) == len(logits) else logits[rows]
+            tokens[rows] = _draw_best(own, controls[rows], count) if count else _draw_any(own, controls[rows])
+    return tokens
 
 
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Indices of the shortest run of largest weights that adds up to top_p of the whole. Stable: ties by index."""
-    goal = top_p * float(weights.sum())
-    guess = _NUCLEUS_GUESS
-    if guess < len(weights):
-        threshold = weights.topk(guess).values[-1]
-        candidates = (weights >= threshold).nonzero().view(-1)
-        if float(weights[candidates].sum()) < goal:
-            candidates = torch.arange(len(weights), device=weights.device)
-    else:
-        candidates = torch.arange(len(weights), device=weights.device)
-    order = weights[candidates].sort(descending=True, stable=True)
-    reached = order.values.cumsum(0)
-    keep = int((reached < goal).sum()) + 1
-    return candidates[order.indices[:keep]]
+def _draw_best(logits: Tensor, controls: Tensor, count: int) -> Tensor:
+    """Looks at so many candidates only; -1 for rows of which others may be kept, too.
+
+    Which rows these are, and what is drawn, must not depend on how equal logits are ordered, nor on other rows: those
+    that are equal to the lowest candidate do not count, unless there are no others.
+    """
+    temperature, top_k, top_p, min_p, random = controls[..., None].unbind(1)
+    # 1. The highest first, of equals the first.
+    is_whole = count >= logits.shape[1]
+    values, ids = logits, torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    if not is_whole:
+        values, ids = highest_of(logits, count)
+        ids, order = ids.sort(-1)
+        values = values.gather(1, order)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    lowest, count = values[:, -1:], values.shape[1]
+    wide = values.double()
+    weights = ((wide - wide[:, :1]) / temperature).exp()
+    # 2. Each filter keeps some; a row is settled by one that keeps nothing as low as the lowest.
+    kth = values.gather(1, top_k.long().clamp(1, count) - 1)
+    by_k = (top_k > 0) & (top_k <= count) & (kth > lowest) | is_whole
+    kept = ((values > lowest) | is_whole) & ((values >= kth) | (top_k <= 0))
+    total = (weights * kept).sum(-1, keepdim=True)
+    if len(rows := ((top_p < 1) & ~by_k)[:, 0].nonzero()[:, 0]):
+        total[rows] = _weigh(logits[rows], temperature[rows]).sum(-1).double().sum(-1, keepdim=True)
+    reached = (weights * kept).cumsum(-1)
+    goal = top_p * total
+    kept &= (functional.pad(reached[:, :-1], (1, 0)) < goal) | (top_p >= 1)
+    kept &= weights >= min_p
+    by_p_or_m = (top_k <= 0) & ((top_p < 1) & (reached[:, -1:] >= goal) | (weights[:, -1:] < min_p))
+    settled = (values[:, :1] > lowest) & (by_k | by_p_or_m) | is_whole
+    kept[:, 0] = True
+    # 3. One draw, in the order of ids.
+    by_id = torch.zeros_like(weights).scatter_(1, order, weights * kept)
+    return ids.gather(1, _search(by_id, random)[0]).where(settled, -1)[:, 0]
 
 
-def draw(weights: Tensor, ids: Tensor | None, u: float) -> int:
-    """Inverse of the cumulative distribution at u in [0, 1). A token of weight zero is never drawn."""
-    cumulative = weights.cumsum(0)
-    index = int(torch.searchsorted(cumulative, cumulative[-1:] * u, right=True))
-    if index >= len(weights):  # u so close to 1 that the product rounded up
-        index = int(weights.nonzero()[-1])
-    return index if ids is None else int(ids[index])
+def _draw_any(logits: Tensor, controls: Tensor) -> Tensor:
+    """Of the whole vocabulary: first the chunk, then the token in it."""
+    weights = _weigh(logits, controls[:, :1])
+    chunk, random = _search(weights.sum(-1).double(), controls[:, 4:])
+    rows = torch.arange(len(logits), device=logits.device)
+    index, _ = _search(weights[rows, chunk[:, 0]].double(), random)
+    return (chunk * _CHUNK + index)[:, 0]
 
+
+def _weigh(logits: Tensor, temperature: Tensor) -> Tensor:
+    """exp((logits - highest) / temperature), (num_rows, num_chunks, _CHUNK) float32; 0 behind the last token."""
+    scaled = functional.pad(logits, (0, -logits.shape[1] % _CHUNK), value=-torch.inf)
+    scaled = scaled.sub_(logits.amax(-1, keepdim=True)).div_(temperature.float().clamp(min=_LEAST_TEMPERATURE))
+    return scaled.exp_().view(len(logits), -1, _CHUNK)
+
+
+def _search(weights: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index of each row at which more than `random` of the sum is reached, and the share of its own weight at
+    which that is. One of weight 0 is never found.
+
+    weights  (num_rows, count) float64; random, as what is returned, (num_rows, 1)
+    """
+    reached = weights.cumsum(-1)
+    total = reached[:, -1:].contiguous()
+    last = torch.searchsorted(reached, total)  # where rounding goes past the end
+    index = torch.searchsorted(reached, random * total, right=True).minimum(last)
+    own = weights.gather(1, index)
+    return index, ((random * total - reached.gather(1, index) + own) / own).clamp_(0, 1)
+
+
+# -- log probabilities ------------------------------------------------------------------------------------------------
 
 LEAST: Final = -9999.0
 """In place of minus infinity, which JSON does not have; OpenAI's number for the same."""
@@ -266,7 +312,7 @@ def find_logprobs(logits: Tensor, tokens: list[int], counts: list[int]) -> list[
     """
     found = logits.float().log_softmax(-1)
     chosen = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
-    values, ids = found.topk(min(max(counts), found.shape[1]))
+    values, ids = highest_of(found, max(counts))
     rows = zip(chosen, counts, ids.tolist(), values.tolist(), strict=True)
     return [
         TokenLogprobs(_plain(own), tuple(zip(best[:count], map(_plain, highest[:count]), strict=True)))

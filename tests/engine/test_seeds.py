@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from engine.compute.runner import ModelRunner
-from engine.sequence import Sequence
+from engine.sampling.sampler import Row
 from tests.fakes.model_bench import make_model_bench
 from tests.fakes.scheduler_bench import Bench
 from tests.fakes.tiny_models import random_ids
@@ -54,10 +54,10 @@ def record_rows(bench: Bench) -> dict[tuple[int, int], bytes]:
     sampler = cast("ModelRunner", bench.runner)._sampler
     choose = sampler.choose
 
-    def spy(logits: Tensor, sequences: list[Sequence], masks: Any = None) -> list[int]:
-        for row, sequence in zip(logits, sequences, strict=True):
-            rows[sequence.seq, sequence.num_tokens] = row.numpy().tobytes()
-        return choose(logits, sequences, masks)
+    def spy(logits: Tensor, asked: list[Row], masks: Any = None) -> list[int]:
+        for values, row in zip(logits, asked, strict=True):
+            rows[row.sequence.seq, row.sequence.num_tokens] = values.numpy().tobytes()
+        return choose(logits, asked, masks)
 
     sampler.choose = spy  # type: ignore[method-assign]
     return rows

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.protocol import Sampling
-from engine.sampling.sampler import LEAST, Sampler, find_logprobs
+from engine.sampling.sampler import LEAST, Row, Sampler, find_logprobs
 from engine.sequence import NOT_FINITE, ROW_FAILED
 from tests.engine.sampling.test_sampler import VOCABULARY, make_sequence
 from tests.fakes.model_bench import make_model_bench
@@ -32,21 +32,15 @@ def test_they_are_those_of_the_raw_distribution_whatever_is_sampled_from(
     seed: int, asked: list[int | None], temperature: float, top_k: int
 ) -> None:
     logits = np.random.default_rng(seed).normal(0, 4, (len(asked), VOCABULARY)).astype(np.float32)
-    sequences = [
-        make_sequence(
-            Sampling(
-                max_tokens=1, temperature=temperature, top_k=top_k, logprobs=count, logit_bias=((1, 9.0),), min_p=0.1
-            )
-        )
-        for count in asked
-    ]
-    tokens = Sampler().choose(torch.from_numpy(logits), sequences)
-    for row, (count, sequence) in enumerate(zip(asked, sequences, strict=True)):
+    options = {"temperature": temperature, "top_k": top_k, "logit_bias": ((1, 9.0),), "min_p": 0.1}
+    rows = [Row(make_sequence(Sampling(max_tokens=1, logprobs=count, **options))) for count in asked]
+    tokens = Sampler().choose(torch.from_numpy(logits), rows)
+    for row, (count, found) in enumerate(zip(asked, (row.logprobs for row in rows), strict=True)):
         if count is None:
-            assert sequence.logprobs == []
+            assert found is None
             continue
+        assert found is not None
         expected = reference(logits[row])
-        (found,) = sequence.logprobs
         assert found.logprob == pytest.approx(expected[tokens[row]], abs=1e-5)
         assert [token for token, _ in found.top] == np.argsort(-expected)[:count].tolist()
         assert [logprob for _, logprob in found.top] == pytest.approx(
@@ -59,8 +53,9 @@ def test_a_row_that_cannot_be_sampled_or_described_fails_alone(broken: Sampling)
     sequences = [make_sequence(Sampling(1, temperature=0.0, logprobs=2)), make_sequence(broken)]
     sequences.append(make_sequence(Sampling(1, temperature=0.0)))
     logits = torch.arange(3.0 * VOCABULARY).view(3, VOCABULARY)
-    assert Sampler().choose(logits, sequences) == [VOCABULARY - 1, ROW_FAILED, VOCABULARY - 1]
-    assert [len(sequence.logprobs) for sequence in sequences] == [1, 0, 0]
+    rows = [Row(sequence) for sequence in sequences]
+    assert Sampler().choose(logits, rows) == [VOCABULARY - 1, ROW_FAILED, VOCABULARY - 1]
+    assert [row.logprobs is None for row in rows] == [False, True, True]
 
 
 def test_what_cannot_come_is_told_as_a_number_that_json_has() -> None:
@@ -75,10 +70,10 @@ def test_there_are_no_more_of_the_likeliest_than_tokens() -> None:
 
 
 def test_numbers_that_are_not_finite_have_none() -> None:
-    sequences = [make_sequence(Sampling(max_tokens=1, temperature=0.0, logprobs=2)) for _ in range(2)]
+    rows = [Row(make_sequence(Sampling(max_tokens=1, temperature=0.0, logprobs=2))) for _ in range(2)]
     logits = torch.tensor([[float("nan")] * VOCABULARY, [1.0] * VOCABULARY])
-    assert Sampler().choose(logits, sequences)[0] == NOT_FINITE
-    assert [len(sequence.logprobs) for sequence in sequences] == [0, 1]
+    assert Sampler().choose(logits, rows)[0] == NOT_FINITE
+    assert [row.logprobs is None for row in rows] == [True, False]
 
 
 def test_an_engine_tells_with_each_token_what_transformers_computes() -> None:

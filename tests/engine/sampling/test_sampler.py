@@ -1,4 +1,5 @@
-"""The sampler against a plain numpy twin, and its distribution against the one it should draw from."""
+"""The sampler against a slow twin in float64, token by token, and its distribution against the one it should draw
+from."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from transformers import (
 )
 
 from engine.protocol import Sampling
-from engine.sampling.sampler import Sampler, adjust, draw, uniform, weigh
-from engine.sequence import NOT_FINITE, Sequence
+from engine.sampling.grammar_worker import Masks
+from engine.sampling.sampler import CANDIDATES, Row, Sampler, draw, edit, highest_of, uniform
+from engine.sequence import MASK_LATE, NOT_FINITE, ROW_FAILED, Sequence
 
 VOCABULARY = 60
 
@@ -33,47 +35,66 @@ def make_sequence(sampling: Sampling, generated: list[int] | None = None, prompt
     return Sequence("", 0, tokens, prompt, [], sampling, end_ids=ENDS)
 
 
-def reference(logits: np.ndarray, sequence: Sequence) -> np.ndarray:
+def choose(logits: torch.Tensor, sequences: list[Sequence], masks: Masks | None = None) -> list[int]:
+    return Sampler().choose(logits, [Row(sequence) for sequence in sequences], masks)
+
+
+def adjust(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    edited = logits[None].clone()
+    edit(edited, [Row(sequence)], {})
+    return edited[0]
+
+
+def reference(logits: np.ndarray, row: Row, mask: np.ndarray | None = None, top_p: float = 1.0) -> np.ndarray:
     """Probabilities of the next token, written down as slowly as the documentation reads."""
-    sampling = sequence.sampling
-    scores = logits.astype(np.float64).copy()
+    sequence, sampling = row.sequence, row.sequence.sampling
+    before = [*sequence.tokens, *row.drafted]
+    generated = before[sequence.num_prompt :]
+    scores = logits.astype(np.float64)
     for token, bias in sampling.logit_bias:
         scores[token] += bias
-    for token in set(sequence.tokens):
+    for token in set(before):
         scores[token] *= sampling.repetition_penalty if scores[token] < 0 else 1 / sampling.repetition_penalty
-    for token in set(sequence.tokens[sequence.num_prompt :]):
-        count = list(sequence.tokens[sequence.num_prompt :]).count(token)
-        scores[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
-    if sequence.num_generated < sampling.min_tokens:
-        scores[list(ENDS)] = -np.inf
+    for token in set(generated):
+        scores[token] -= sampling.frequency_penalty * generated.count(token) + sampling.presence_penalty
+    if mask is not None:
+        scores[~mask] = -np.inf
+    ended = scores.copy()
+    ended[[end for end in ENDS if end < len(scores)]] = -np.inf
+    if len(generated) < sampling.min_tokens and ended.max() > -np.inf:
+        scores = ended
     if sampling.temperature == 0:
         return (np.arange(len(scores)) == scores.argmax()).astype(np.float64)
     scores = scores / sampling.temperature
-    if sampling.top_k:
+    if 0 < sampling.top_k < len(scores):
         scores[scores < np.sort(scores)[-sampling.top_k]] = -np.inf
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()
-    if sampling.top_p < 1:
-        order = np.argsort(-weights, kind="stable")
-        total, kept = 0.0, []
-        for token in order:
-            kept.append(token)
-            total += weights[token]
-            if total >= sampling.top_p:
-                break
-        mask = np.zeros_like(weights)
-        mask[kept] = 1
-        weights = weights * mask / (weights * mask).sum()
-    weights = np.where(weights >= sampling.min_p * weights.max(), weights, 0)
+    order = np.argsort(-weights, kind="stable")
+    if top_p < 1:
+        reached = np.cumsum(weights[order])
+        weights[order[int((reached < top_p).sum()) + 1 :]] = 0
+    weights[weights < sampling.min_p * weights.max()] = 0
     return weights / weights.sum()
+
+
+def is_right(token: int, u: float, logits: np.ndarray, row: Row, mask: np.ndarray | None) -> bool:
+    """Whether it is the token that float64 draws at `u`, or would but for the rounding of float32."""
+    top_p, rounding = row.sequence.sampling.top_p, 1e-5
+    for goal in {top_p, top_p - rounding, min(1.0, top_p + rounding)} if top_p < 1 else {1.0}:
+        chances = reference(logits, row, mask, goal)
+        reached = np.cumsum(chances)
+        if chances[token] > 0 and reached[token] - chances[token] - rounding <= u <= reached[token] + rounding:
+            return True
+    return False
 
 
 samplings = st.builds(
     Sampling,
     max_tokens=st.just(10),
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-    top_p=st.sampled_from([0.05, 0.4, 0.9, 1.0]),
-    top_k=st.sampled_from([0, 1, 5, VOCABULARY]),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    top_p=st.sampled_from([0.0, 0.05, 0.4, 0.9, 1.0]),
+    top_k=st.sampled_from([0, 1, 5, 40, 300, 20_000]),
     presence_penalty=st.sampled_from([0.0, 1.5, -0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.7]),
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.25, 4.0]),
@@ -82,29 +103,80 @@ samplings = st.builds(
     logit_bias=st.lists(st.tuples(st.integers(0, VOCABULARY - 1), st.floats(-5, 5)), max_size=3).map(
         lambda pairs: tuple(dict(pairs).items())
     ),
+    seed=st.integers(-9, 9),
 )
 
 
-@settings(max_examples=150, deadline=None)
+asked_rows = st.tuples(
+    samplings,
+    st.lists(st.integers(0, VOCABULARY - 1), max_size=12),  # generated
+    st.lists(st.integers(0, VOCABULARY - 1), max_size=3),  # drafted
+    st.sampled_from([None, "any", "ends", MASK_LATE]),
+    st.sampled_from([1e-3, 1.0, 8.0]),  # how much logits differ
+)
+
+
+@settings(max_examples=50)
 @given(
-    sampling=samplings,
-    seed=st.integers(0, 2**32),
-    generated=st.lists(st.integers(0, VOCABULARY - 1), max_size=12),
+    st.lists(asked_rows, min_size=1, max_size=6),
+    st.integers(0, 2**32),
+    st.sampled_from([VOCABULARY, 700, 17 * 2 * CANDIDATES + 5]),
+    st.booleans(),
 )
-def test_probabilities_are_those_of_the_slow_twin(sampling: Sampling, seed: int, generated: list[int]) -> None:
-    # Multiples of 1/32 that differ: sums are exact in both, and ties cannot be broken differently.
-    # A third is below zero, where a repetition penalty multiplies.
-    logits = (np.random.default_rng(seed).permutation(VOCABULARY).astype(np.float32) - VOCABULARY // 3) / 8
-    sequence = make_sequence(sampling, generated)
-    expected = reference(logits, sequence)
-    adjusted = adjust(torch.from_numpy(logits), sequence)
-    if sampling.temperature == 0:
-        assert expected[int(adjusted.argmax())] == 1
-        return
-    weights, ids = weigh(adjusted, sampling)
-    got = np.zeros(VOCABULARY)
-    got[np.arange(VOCABULARY) if ids is None else ids.numpy()] = (weights / weights.sum()).numpy()
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+def test_every_token_is_that_of_the_slow_twin_alone_and_in_a_batch(
+    asked: list[tuple[Sampling, list[int], list[int], str | int | None, float]], seed: int, size: int, tied: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    logits = random.normal(size=(len(asked), size)) * np.array([[spread] for *_, spread in asked])
+    logits = (np.round(logits * 2) / 2 if tied else logits).astype(np.float32)
+    rows, masks = [], {}
+    for index, (sampling, generated, drafted, kind, _) in enumerate(asked):
+        rows.append(Row(make_sequence(sampling, generated), tuple(drafted)))
+        if kind == "any":
+            masks[index] = random.random(size) < 0.3
+            masks[index][33] = True
+        elif kind == "ends":
+            masks[index] = np.isin(np.arange(size), list(ENDS))
+        elif kind is not None:
+            masks[index] = kind
+    tokens = Sampler().choose(torch.from_numpy(logits), rows, masks)
+    for index, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        mask = masks.get(index)
+        alone = Sampler().choose(torch.from_numpy(logits[index : index + 1]), [row], {} if mask is None else {0: mask})
+        assert alone == [token]
+        if isinstance(mask, int):
+            assert token == mask
+        else:
+            u = uniform(row.sequence.sampling.seed or 0, row.sequence.num_tokens + len(row.drafted))
+            assert is_right(token, u, logits[index], row, mask)
+
+
+@pytest.mark.parametrize("size", [100, 9000, 20_003])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_p": 0.3, "min_p": 0.001}])
+def test_a_row_is_drawn_alike_alone_and_among_others_with_any_number_of_threads(
+    size: int, filters: dict[str, float]
+) -> None:
+    logits = torch.from_numpy(np.random.default_rng(2).normal(0, 4, (5, size)).astype(np.float32))
+    rows = [Row(make_sequence(Sampling(max_tokens=1, seed=7, **filters), [1] * i)) for i in range(5)]
+    before = torch.get_num_threads()
+    try:
+        told = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            told.append(Sampler().choose(logits, rows))
+            told.append([Sampler().choose(logits[i : i + 1], rows[i : i + 1])[0] for i in range(5)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(one == told[0] for one in told)
+
+
+@pytest.mark.parametrize("count", [1, 7, CANDIDATES])
+def test_the_highest_of_a_row_are_those_of_topk(count: int) -> None:
+    for size in (CANDIDATES // 2, 9000, 17 * 2 * CANDIDATES + 3):
+        logits = torch.from_numpy(np.random.default_rng(size).permutation(3 * size).reshape(3, size).astype(np.float32))
+        values, ids = highest_of(logits, count)
+        assert torch.equal(logits.gather(1, ids), values)
+        assert torch.equal(values.sort(descending=True).values, logits.topk(min(count, size)).values)
 
 
 @pytest.mark.parametrize(
@@ -120,15 +192,36 @@ def test_probabilities_are_those_of_the_slow_twin(sampling: Sampling, seed: int,
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     logits = torch.from_numpy(np.random.default_rng(5).normal(size=20).astype(np.float32))
     sequence = make_sequence(sampling)
-    expected = reference(logits.numpy(), sequence)
-    weights, ids = weigh(adjust(logits, sequence), sampling)
-    count = 5000
-    seen = np.bincount([draw(weights, ids, uniform(11, position)) for position in range(count)], minlength=20)
+    expected = reference(logits.numpy(), Row(sequence), None, sampling.top_p)
+    assert_drawn(adjust(logits, sequence), sampling, expected, 5000)
+
+
+def assert_drawn(logits: torch.Tensor, sampling: Sampling, expected: np.ndarray, count: int) -> None:
+    """By chi-square; draws are fixed."""
+    chosen = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p]
+    controls = torch.tensor([[*chosen, uniform(11, position)] for position in range(count)], dtype=torch.float64)
+    seen = np.bincount(draw(logits.expand(count, -1), controls).numpy(), minlength=len(logits))
     possible = expected > 0
     assert seen[~possible].sum() == 0
     chi_square = ((seen - count * expected)[possible] ** 2 / (count * expected)[possible]).sum()
     freedom = possible.sum() - 1
-    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)  # four standard deviations, and the draws are fixed
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)  # four standard deviations
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary_is_drawn_from_by_its_distribution() -> None:
+    """By groups of ids, whose chances differ: from the whole of it, and from what a wide nucleus keeps."""
+    logits = torch.from_numpy(np.random.default_rng(5).normal(0, 3, size=9000).astype(np.float32))
+    count = 400
+    for top_p in (1.0, 0.999):
+        sampling = Sampling(max_tokens=1, top_p=top_p)
+        expected = reference(logits.numpy(), Row(make_sequence(sampling)), None, top_p)
+        controls = torch.tensor([[1.0, 0, top_p, 0, uniform(3, i)] for i in range(count)], dtype=torch.float64)
+        tokens = np.concatenate([draw(logits.expand(50, -1), part).numpy() for part in controls.split(50)])  # type: ignore[no-untyped-call]
+        assert (expected[tokens] > 0).all()
+        seen, chances = np.bincount(tokens // 450, minlength=20), expected.reshape(20, 450).sum(1)
+        chi_square = ((seen - count * chances) ** 2 / (count * chances)).sum()
+        assert chi_square < 19 + 4 * np.sqrt(2 * 19)
 
 
 def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch() -> None:
@@ -140,7 +233,7 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch() -> No
         batch = [*others[:row], sequence, *others[row:]]
         for step in range(40):
             rows = torch.stack([logits[step] if s is sequence else logits[i] for i, s in enumerate(batch)])
-            sequence.tokens.append(Sampler().choose(rows, batch)[row])
+            sequence.tokens.append(choose(rows, batch)[row])
         return list(sequence.tokens)
 
     assert text(0, 0) == text(5, 3) == text(9, 9)
@@ -152,7 +245,7 @@ def test_different_seeds_give_different_texts_and_no_seed_never_repeats_itself()
     def text(seed: int | None) -> tuple[int, ...]:
         sequence, sampler = make_sequence(Sampling(max_tokens=8, seed=seed)), Sampler()
         for _ in range(8):
-            sequence.tokens.append(sampler.choose(logits, [sequence])[0])
+            sequence.tokens.append(sampler.choose(logits, [Row(sequence)])[0])
         return tuple(sequence.tokens)
 
     assert len({text(seed) for seed in (0, 1, -1, 2**63, 2**64 + 5, None, None)}) == 7
@@ -162,34 +255,32 @@ def test_different_seeds_give_different_texts_and_no_seed_never_repeats_itself()
 def test_greedy_rows_take_the_first_of_the_highest(dtype: torch.dtype) -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.5, -1.0]], dtype=dtype)
     greedy = make_sequence(Sampling(max_tokens=1, temperature=0.0))
-    assert Sampler().choose(logits, [greedy, greedy]) == [1, 0]
+    assert choose(logits, [greedy, greedy]) == [1, 0]
 
 
 def test_rows_that_are_not_finite_are_told_apart() -> None:
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, nan, 2.0], [inf, 0.0, 0.0], [-inf, 0.0, -inf], [-inf, -inf, -inf]])
     sequences = [make_sequence(Sampling(max_tokens=1, temperature=t)) for t in (0.0, 1.0, 0.0, 1.0, 1.0)]
-    assert Sampler().choose(logits, sequences) == [2, NOT_FINITE, NOT_FINITE, 1, NOT_FINITE]
+    assert choose(logits, sequences) == [2, NOT_FINITE, NOT_FINITE, 1, NOT_FINITE]
 
 
 def test_a_tiny_temperature_is_greedy_and_overflows_nothing() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.9]])
     sequence = make_sequence(Sampling(max_tokens=1, temperature=1e-6, seed=1))
-    assert Sampler().choose(logits, [sequence]) == [1]
+    assert choose(logits, [sequence]) == [1]
 
 
-def test_a_wide_nucleus_keeps_more_than_the_first_guess() -> None:
-    logits = torch.zeros(5000)
-    weights, ids = weigh(logits, Sampling(max_tokens=1, top_p=0.5))
-    assert ids is not None
-    assert len(weights) == len(ids) == 2500
+def test_a_wide_nucleus_keeps_more_than_the_candidates() -> None:
+    controls = torch.tensor([[1.0, 0, 0.5, 0, i / 99] for i in range(99)], dtype=torch.float64)
+    assert draw(torch.zeros(99, 5000), controls).unique().tolist() == [2500 * i // 99 for i in range(99)]
 
 
 def test_logits_are_left_as_they_are() -> None:
     logits = torch.randn(1, VOCABULARY)
     before = logits.clone()
     sampling = Sampling(max_tokens=1, logit_bias=((2, 5.0),), presence_penalty=1.0, top_p=0.5, top_k=3)
-    Sampler().choose(logits, [make_sequence(sampling, [2, 2, 7])])
+    choose(logits, [make_sequence(sampling, [2, 2, 7])])
     assert torch.equal(logits, before)
 
 
@@ -198,7 +289,7 @@ def test_no_end_is_chosen_before_min_tokens_and_any_is_after() -> None:
     logits[0, 7], logits[0, 20], logits[0, 33] = 9.0, 8.0, 1.0
     for temperature in (0.0, 0.1):
         sampling = Sampling(max_tokens=9, temperature=temperature, min_tokens=2, seed=0)
-        chosen = [Sampler().choose(logits, [make_sequence(sampling, [5] * count)])[0] for count in range(4)]
+        chosen = [choose(logits, [make_sequence(sampling, [5] * count)])[0] for count in range(4)]
         assert chosen == [33, 33, 7, 7]
 
 
@@ -207,7 +298,7 @@ def test_a_sequence_ends_early_when_nothing_but_its_end_can_come() -> None:
     logits[0, 7] = 1.0
     for temperature in (0.0, 1.0):
         sequence = make_sequence(Sampling(max_tokens=9, temperature=temperature, min_tokens=5))
-        assert Sampler().choose(logits, [sequence]) == [7]
+        assert choose(logits, [sequence]) == [7]
 
 
 def test_a_token_that_came_many_times_is_penalised_once_for_repetition() -> None:
@@ -243,23 +334,24 @@ def test_twenty_thousand_draws_follow_what_transformers_makes_of_the_same_logits
         scores = processor(ids, scores)
     expected = scores[0].double().softmax(-1).numpy()
 
-    weights, kept = weigh(adjust(logits, sequence), sampling)
-    count = 20_000
-    seen = np.bincount([draw(weights, kept, uniform(3, position)) for position in range(count)], minlength=VOCABULARY)
-    possible = expected > 0
-    assert set(seen.nonzero()[0]) <= set(possible.nonzero()[0])
-    chi_square = ((seen - count * expected)[possible] ** 2 / (count * expected)[possible]).sum()
-    freedom = possible.sum() - 1
-    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
+    assert_drawn(adjust(logits, sequence), sampling, expected, 20_000)
 
 
 def test_a_bias_on_a_token_that_does_not_exist_is_left_out() -> None:
     sampling = Sampling(max_tokens=1, temperature=0.0, logit_bias=((VOCABULARY + 5, 100.0), (4, 50.0)))
-    assert Sampler().choose(torch.zeros(1, VOCABULARY), [make_sequence(sampling)]) == [4]
+    assert choose(torch.zeros(1, VOCABULARY), [make_sequence(sampling)]) == [4]
 
 
 def test_a_draw_at_the_very_end_is_a_token_that_can_be_drawn() -> None:
-    weights = torch.tensor([0.1, 0.2, 0.0, 0.0], dtype=torch.float64)
-    assert draw(weights, None, 1.0) == 1
-    assert draw(weights, None, 0.0) == 0
-    assert draw(torch.tensor([0.0, 0.3], dtype=torch.float64), None, 0.0) == 1
+    rows = torch.tensor([[-torch.inf, 0.0, 0.7, -torch.inf]]).expand(4, -1)
+    least, most = 0.0, float(np.nextafter(1, 0))
+    filters = [(0, 1.0, least), (0, 1.0, most), (3, 0.99999, least), (3, 0.99999, most)]
+    controls = torch.tensor([[1.0, k, p, 0.0, u] for k, p, u in filters], dtype=torch.float64)
+    assert draw(rows, controls).tolist() == [1, 2, 1, 2]
+
+
+def test_a_row_whose_grammar_allows_only_what_the_model_rules_out_fails_alone() -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0], [3.0, 1.0, 2.0], [-torch.inf, 1.0, 2.0]])
+    sequences = [make_sequence(Sampling(max_tokens=1, temperature=t, seed=1)) for t in (0.0, 0.01, 1.0)]
+    masks: Masks = {i: np.array([True, False, False]) for i in (0, 2)}
+    assert choose(logits, sequences, masks) == [ROW_FAILED, 0, ROW_FAILED]
