@@ -1,30 +1,27 @@
 """The engine's end of the fork server: a process that has the tokeniser and forks a worker for each grammar.
 
 A thread says when a socket can be read or written, so that the engine's loop need not wait for one. It reads and writes
-nothing itself. Each socket is looked at until it is ready once; the call that is posted then reads, and asks again. The
+nothing itself. A socket is looked at until it is ready once; the call that is posted then reads, and asks again. The
 fork server is started on that thread, because it ends with the thread that started it.
 engine/sampling/grammar_server.py is the program, engine/sampling/grammar_pool.py asks for workers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import heapq
 import os
-import selectors
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from multiprocessing.connection import Connection
 from typing import Final
 
-from engine.sampling.grammar_frames import CONTROL, EXITED, FAILED, KILL, READY, SPAWN, Options
+from engine.sampling.grammar_frames import CONTROL, EXITED, FAILED, KILL, READY, SPAWN, Options, connect
 
 _ENVIRONMENT: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
 """What a process with untrusted input gets to see; no secrets."""
@@ -61,8 +58,8 @@ class ForkServer:
         self._watcher.run(lambda: self._start(tokenizer_json, options))
         self._watch()
 
-    def spawn(self, number: int) -> socket.socket:
-        """A new worker, and the socket to it. Raises OSError: ConnectionError when this server has ended,
+    def spawn(self, number: int) -> Connection:
+        """A new worker. Raises OSError: ConnectionError when this server has ended,
         BlockingIOError when it reads nothing."""
         own, its = socket.socketpair()
         try:
@@ -72,7 +69,7 @@ class ForkServer:
             raise
         finally:
             its.close()
-        return own
+        return connect(own)
 
     def kill(self, number: int) -> None:
         """Ends a worker, whatever it is at. on_exited follows."""
@@ -162,72 +159,41 @@ class SocketWatcher:
 
     def __init__(self, post: Callable[[Call], object]) -> None:
         self._post = post
-        self._tasks: deque[Call] = deque()
-        self._timers: list[tuple[float, int, Call]] = []  # a heap
-        self._numbers = count()
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._stopping = False
-        self._thread = threading.Thread(target=self._main, name="grammar-watcher", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="grammar-watcher", daemon=True)
         self._thread.start()
 
     def run(self, task: Call) -> None:
         """Runs it on this thread."""
-        self._tasks.append(task)
-        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
-            self._wake.send(b"x")
+        self._loop.call_soon_threadsafe(task)
 
-    def watch(self, sock: socket.socket, call: Call, *, write: bool = False) -> None:
-        """Posts the call once, when the socket can be read, or written if that is asked for, too."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
-        self.run(lambda: self._register(sock, events, call))
+    def watch(self, sock: socket.socket | Connection, call: Call) -> None:
+        """Posts the call once, when the socket can be read."""
+        self.run(lambda: self._register(sock, call))
 
     def call_at(self, deadline_s: float, call: Call) -> None:
         """Posts the call at a time of the monotonic clock, unless it is stopped before."""
-        self.run(lambda: heapq.heappush(self._timers, (deadline_s, next(self._numbers), call)))
+        self.run(lambda: self._loop.call_at(deadline_s, self._post, call))
 
-    def close_socket(self, sock: socket.socket) -> None:
+    def close_socket(self, sock: socket.socket | Connection) -> None:
         """Forgets it first: its number may be another socket's at once."""
         self.run(lambda: self._forget(sock))
 
     def stop(self) -> None:
-        """Ends the thread after the task that it is at."""
-        self._stopping = True
-        self.run(lambda: None)
+        """Ends the thread after the tasks that it was given."""
+        self.run(self._loop.stop)
         self._thread.join()
-        for task in self._tasks:  # sockets that are to be closed
-            task()
-        self._selector.close()
-        self._wake.close()
-        self._woken.close()
+        self._loop.close()
 
-    def _register(self, sock: socket.socket, events: int, call: Call) -> None:
-        if sock.fileno() < 0:
-            return
-        try:
-            self._selector.register(sock, events, call)
-        except KeyError:
-            self._selector.modify(sock, events, call)
+    def _register(self, sock: socket.socket | Connection, call: Call) -> None:
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            self._loop.add_reader(number := sock.fileno(), self._ready, number, call)
 
-    def _forget(self, sock: socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(sock)
-        sock.close()
+    def _ready(self, number: int, call: Call) -> None:
+        self._loop.remove_reader(number)
+        self._post(call)
 
-    def _main(self) -> None:
-        while not self._stopping:
-            left_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
-            for key, _ in self._selector.select(left_s):
-                if key.data is None:
-                    with contextlib.suppress(BlockingIOError):
-                        self._woken.recv(4096)
-                else:
-                    self._selector.unregister(key.fileobj)
-                    self._post(key.data)
-            while self._timers and self._timers[0][0] <= time.monotonic():
-                self._post(heapq.heappop(self._timers)[-1])
-            while self._tasks and not self._stopping:
-                self._tasks.popleft()()
+    def _forget(self, sock: socket.socket | Connection) -> None:
+        with contextlib.suppress(OSError):
+            self._loop.remove_reader(sock.fileno())
+            sock.close()

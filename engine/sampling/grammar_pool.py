@@ -97,7 +97,7 @@ class GrammarPool:
         if self._watcher is not None:
             self._watcher.stop()
             for worker in self._by_number.values():
-                worker.socket.close()
+                worker.connection.close()
             if self._server is not None:
                 self._server.close()
         self._watcher = self._server = None
@@ -203,10 +203,10 @@ class GrammarPool:
     def _watch(self, worker: GrammarWorker) -> None:
         if self._watcher is not None and not worker.watched and not worker.ended:
             worker.watched = True
-            self._watcher.watch(worker.socket, partial(self._look, worker), write=worker.has_unsent)
+            self._watcher.watch(worker.connection, partial(self._look, worker))
 
     def _look(self, worker: GrammarWorker) -> None:
-        """There is something to read, or room to write."""
+        """There is something to read."""
         worker.watched = False
         if self._by_number.get(worker.number) is not worker:
             return
@@ -254,7 +254,7 @@ class GrammarPool:
         if self._workers.get(worker.key) is worker:
             del self._workers[worker.key]
         if self._watcher is not None:
-            self._watcher.close_socket(worker.socket)
+            self._watcher.close_socket(worker.connection)
 
     def _exited(self, number: int, ended: int) -> None:
         """A process has ended by itself, or we ended it and know of it."""

@@ -24,19 +24,17 @@ import socket
 import struct
 import sys
 import time
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from engine.protocol import Grammar
 from engine.sampling.grammar import GrammarError, Grammars, GrammarState
 from engine.sampling.grammar_frames import (
-    COMPILE,
     COMPILED,
     CONTROL,
-    DROP,
     EXITED,
     FAILED,
-    HEADER,
-    MASKS,
+    FORGET,
     NUMBER,
     READY,
     REFUSED,
@@ -44,7 +42,6 @@ from engine.sampling.grammar_frames import (
     ROW_ASKED,
     SPAWN,
     Options,
-    frame,
     memory_reason,
 )
 
@@ -126,7 +123,8 @@ class ServerProcess:
             self._control.close()
             for unused in others:
                 os.close(unused)
-            WorkerProcess(socket.socket(fileno=fd), self._grammars, self._options).run()
+            with contextlib.suppress(EOFError, OSError):  # the engine has closed the socket, or is gone
+                WorkerProcess(Connection(fd), self._grammars, self._options).run()
         finally:
             os._exit(0)
 
@@ -148,8 +146,8 @@ class ServerProcess:
 class WorkerProcess:
     """One grammar, in a process of its own."""
 
-    def __init__(self, sock: socket.socket, grammars: Grammars, options: Options) -> None:
-        self._socket = sock
+    def __init__(self, connection: Connection, grammars: Grammars, options: Options) -> None:
+        self._connection = connection
         self._grammars = grammars
         self._options = options
         self._start: GrammarState | None = None
@@ -158,18 +156,12 @@ class WorkerProcess:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY) if os.path.exists("/proc/self/statm") else -1
 
     def run(self) -> None:
-        """Until the engine closes the socket."""
+        """Until the engine closes the socket: then it raises EOFError or OSError."""
         self._limit()
-        while header := self._receive(HEADER.size):
-            kind, length = HEADER.unpack(header)
-            body = self._receive(length)
-            if kind == COMPILE:
-                self._compile(body)
-            elif kind == MASKS:
-                self._answer(body)
-            elif kind == DROP:
-                for (number,) in NUMBER.iter_unpack(body):
-                    self._matchers.pop(number, None)
+        self._connection.send_bytes(b"")
+        self._compile(self._connection.recv_bytes())
+        while True:
+            self._answer(self._connection.recv_bytes())
 
     def _limit(self) -> None:
         os.nice(_NICE)
@@ -185,22 +177,25 @@ class WorkerProcess:
             _allow(self._options.compile_s)
             self._start = self._grammars.compile(grammar)
             bits = self._start.copy().bits() or b""
-            answer = frame(COMPILED, self._grown() + bits)
+            answer = COMPILED + self._grown() + bits
         except GrammarError as error:
-            answer = frame(REFUSED, json.dumps([error.path, error.reason]).encode())
+            answer = REFUSED + json.dumps([error.path, error.reason]).encode()
         except MemoryError:
-            answer = frame(REFUSED, json.dumps(["", memory_reason(self._options.memory_bytes)]).encode())
+            answer = REFUSED + json.dumps(["", memory_reason(self._options.memory_bytes)]).encode()
         except BaseException as error:
             reason = f"the compiler failed ({type(error).__name__})"
-            answer = frame(REFUSED, json.dumps(["", reason]).encode())
+            answer = REFUSED + json.dumps(["", reason]).encode()
         _allow(0)
-        self._socket.sendall(answer)
+        self._connection.send_bytes(answer)
 
     def _answer(self, body: bytes) -> None:
         out, place, flushed_s = bytearray(), 0, time.perf_counter()
         while place < len(body):
             number, count = ROW_ASKED.unpack_from(body, place)
             place += ROW_ASKED.size
+            if count == FORGET:
+                self._matchers.pop(number, None)
+                continue
             tokens = struct.unpack_from(f"<{count}I", body, place)
             place += 4 * count
             began_s = time.perf_counter()
@@ -210,10 +205,10 @@ class WorkerProcess:
             micros = min(int((now_s - began_s) * 1e6), 2**32 - 1)
             out += ROW.pack(number, micros, bits is not None) + (bits or b"")
             if now_s - flushed_s > _FLUSH_S and place < len(body):
-                self._socket.sendall(frame(MASKS, self._grown() + out))
+                self._connection.send_bytes(self._grown() + out)
                 out, flushed_s = bytearray(), now_s
         _allow(0)
-        self._socket.sendall(frame(MASKS, self._grown() + out))
+        self._connection.send_bytes(self._grown() + out)
 
     def _mask(self, number: int, tokens: tuple[int, ...]) -> bytes | None:
         assert self._start is not None, "masks are asked for before the grammar is compiled"
@@ -232,19 +227,6 @@ class WorkerProcess:
             return NUMBER.pack(0)
         pages = int(os.pread(self._statm, 64, 0).split()[0])
         return NUMBER.pack(max(0, pages * resource.getpagesize() - self._base_bytes) >> 10)
-
-    def _receive(self, count: int) -> bytes:
-        """Empty when the engine has closed the socket, or is gone."""
-        out = bytearray()
-        while len(out) < count:
-            try:
-                data = self._socket.recv(count - len(out))
-            except ConnectionError:
-                data = b""
-            if not data:
-                os._exit(0)
-            out += data
-        return bytes(out)
 
 
 def _allow(seconds: float) -> None:

@@ -1,6 +1,6 @@
 """The engine's end of one worker process: a compiled grammar, the sequences that follow it, and their masks in a step.
 
-Every call returns at once: what the socket does not take is sent later, and answers are read when they are there.
+No call waits: the worker reads when something is sent to it, and answers are read when they are there.
 engine/sampling/grammar_server.py is the other end, engine/sampling/grammar_pool.py decides which workers there are.
 
 A mask depends on the tokens that were sampled already and not on the step that is being computed. So the masks of a
@@ -11,31 +11,19 @@ them meanwhile. A mask that is late keeps its sequence out of the step and no ot
 from __future__ import annotations
 
 import json
-import select
-import socket
 import time
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.protocol import Grammar, Lane
-from engine.sampling.grammar_frames import (
-    COMPILE,
-    COMPILED,
-    DROP,
-    MASKS,
-    NUMBER,
-    REFUSED,
-    ROW,
-    ROW_ASKED,
-    FrameReader,
-    frame,
-)
+from engine.sampling.grammar_frames import COMPILED, FORGET, NUMBER, REFUSED, ROW, ROW_ASKED
 from engine.sequence import MASK_LATE, NO_TOKEN, Sequence
 
 if TYPE_CHECKING:
@@ -66,12 +54,11 @@ class GrammarWorker:
     slow    whether no step waits for its masks: its sequences are in a step when their masks are here
     """
 
-    def __init__(self, number: int, grammar: Grammar, tenant: str, salt: str, sock: socket.socket) -> None:
-        sock.setblocking(False)
+    def __init__(self, number: int, grammar: Grammar, tenant: str, salt: str, connection: Connection) -> None:
         self.number = number
         self.key = (salt, grammar)
         self.tenant = tenant
-        self.socket = sock
+        self.connection = connection
         self.slow = False
         self.ended = False  # the process is gone, or about to be
         self.start_bits: bytes | None = None  # None before the grammar is compiled
@@ -80,49 +67,42 @@ class GrammarWorker:
         self.matchers: dict[int, Matcher] = {}
         self.watch: Callable[[], object] = lambda: None
         self.watched = False
-        self._outbox = bytearray()
-        self._reader = FrameReader()
+        self._unsent = bytearray()  # rows, for when those that were sent are answered
+        self._num_unsent = self._num_unanswered = 0
         self._quick_rows, self._penalty = 0, LEAST_PENALTY // 2
-        self.send(COMPILE, json.dumps({"kind": grammar.kind, "text": grammar.text}).encode())
 
     @property
     def waited_for(self) -> bool:
-        """Whether an answer is to come, or something is still to be sent."""
+        """Whether an answer is to come."""
         compiling = self.start_bits is None and self.refusal is None
-        return bool(compiling or self._outbox or any(one.waits for one in self.matchers.values()))
+        return compiling or self._num_unanswered > 0
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._outbox)
-
-    def send(self, kind: int, body: bytes | bytearray) -> None:
-        self._outbox += frame(kind, body)
-        self.flush()
+    def ask(self, row: bytes) -> None:
+        """Adds a row to what is sent next. See `flush`."""
+        self._unsent += row
+        self._num_unsent += 1
 
     def flush(self) -> None:
-        """Sends what the socket takes."""
-        try:
-            while self._outbox and not self.ended:
-                del self._outbox[: self.socket.send(self._outbox)]
-        except BlockingIOError:
-            return
-        except OSError:
-            self.ended = True
+        """Sends the rows, if all before them are answered; else they follow by themselves."""
+        if self._num_unsent and not self._num_unanswered:
+            self._num_unanswered, self._num_unsent = self._num_unsent, 0
+            rows, self._unsent = self._unsent, bytearray()
+            self._send(rows)
 
     def pump(self) -> None:
         """Reads what is there, and hands it to those whom it is for."""
-        self.flush()
-        while not self.ended:
-            try:
-                data = self.socket.recv(1 << 18)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self.ended = True
-            for kind, body in self._reader.feed(data):
-                self._take(kind, body)
+        try:
+            while not self.ended and self.connection.poll():
+                self._take(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self.ended = True
+
+    def _send(self, message: bytes | bytearray) -> None:
+        try:
+            if not self.ended:
+                self.connection.send_bytes(message)
+        except OSError:
+            self.ended = True
 
     def be_late(self) -> None:
         """A step has waited for a mask in vain, or would have."""
@@ -133,32 +113,37 @@ class GrammarWorker:
 
     def drop(self, matcher: Matcher) -> None:
         """A sequence has ended."""
-        if self.matchers.pop(matcher.number, None) is not None and not self.ended:
-            self.send(DROP, NUMBER.pack(matcher.number))
+        if self.matchers.pop(matcher.number, None) is not None and matcher.was_asked:
+            self._unsent += ROW_ASKED.pack(matcher.number, FORGET)
 
-    def _take(self, kind: int, body: bytes) -> None:
-        if kind == REFUSED:
-            path, reason = json.loads(body)
+    def _take(self, message: bytes) -> None:
+        if not message:
+            _, grammar = self.key
+            self._send(json.dumps({"kind": grammar.kind, "text": grammar.text}).encode())
+        elif self.start_bits is not None:
+            self._take_rows(message, self.start_bits)
+        elif message.startswith(REFUSED):
+            path, reason = json.loads(message[1:])
             self.refusal = Refusal(path, reason)
-            return
-        (grown,) = NUMBER.unpack_from(body)
-        self.grown_bytes = grown << 10
-        if kind == COMPILED:
-            self.start_bits = body[NUMBER.size :]
-            return
-        assert kind == MASKS, f"a frame of kind {kind}"
-        assert self.start_bits is not None, "masks come after the grammar is compiled"
-        place = NUMBER.size
-        while place < len(body):
-            number, micros, alive = ROW.unpack_from(body, place)
+        else:
+            assert message.startswith(COMPILED), "a worker compiles before all else"
+            self.grown_bytes = NUMBER.unpack_from(message, 1)[0] << 10
+            self.start_bits = message[1 + NUMBER.size :]
+
+    def _take_rows(self, message: bytes, start_bits: bytes) -> None:
+        self.grown_bytes, place = NUMBER.unpack_from(message)[0] << 10, NUMBER.size
+        while place < len(message):
+            number, micros, alive = ROW.unpack_from(message, place)
             place += ROW.size
-            bits = body[place : place + len(self.start_bits)] if alive else None
-            place += len(self.start_bits) if alive else 0
+            bits = message[place : place + len(start_bits)] if alive else None
+            place += len(start_bits) if alive else 0
+            self._num_unanswered -= 1
             self._quick_rows = self._quick_rows + 1 if micros < QUICK_MICROS else 0
             if number in self.matchers:
                 self.matchers[number].take(bits)
         if self.slow and self._quick_rows >= self._penalty:
             self.slow = False
+        self.flush()
 
 
 class Matcher:
@@ -189,6 +174,11 @@ class Matcher:
     def waits(self) -> bool:
         """Whether a mask was asked for that is not here."""
         return self._asked is not None
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether its worker has a state of it."""
+        return self._num_sent > 0
 
     def join(self, worker: GrammarWorker) -> None:
         """Its grammar is compiled there."""
@@ -221,7 +211,8 @@ class Matcher:
             return False
         if not worker.slow:
             return True
-        worker.send(MASKS, self.ask(tokens, num_prompt))
+        worker.ask(self.ask(tokens, num_prompt))
+        worker.flush()
         worker.watch()
         return False
 
@@ -281,7 +272,7 @@ class StepMasks:
     def begin(self, sequences: Seq[Sequence]) -> None:
         """Asks for the masks of those that have a grammar. Waits for nothing."""
         self._rows = []
-        asked: dict[GrammarWorker, bytes] = {}
+        asked = set[GrammarWorker]()
         for row, s in enumerate(sequences):
             matcher = s.matcher
             if matcher is None:
@@ -290,9 +281,10 @@ class StepMasks:
             worker = matcher.worker
             here = matcher.find(s.num_generated) is not None or matcher.failure is not None
             if worker is not None and not worker.ended and not here and not matcher.waits:
-                asked[worker] = asked.get(worker, b"") + matcher.ask(s.tokens, s.num_prompt)
-        for worker, rows in asked.items():
-            worker.send(MASKS, rows)
+                worker.ask(matcher.ask(s.tokens, s.num_prompt))
+                asked.add(worker)
+        for worker in asked:
+            worker.flush()
         self._began_s = time.perf_counter()
 
     def take(self) -> Masks:
@@ -310,10 +302,7 @@ class StepMasks:
             left_s = limit_s - time.perf_counter()
             if left_s <= 0 or all(worker.slow for worker in waiting):
                 break
-            poll = select.poll()
-            for worker in waiting:
-                poll.register(worker.socket, select.POLLIN | (select.POLLOUT if worker.has_unsent else 0))
-            poll.poll(left_s * 1000)
+            wait([worker.connection for worker in waiting], left_s)
         for worker in waiting:
             worker.be_late()
 

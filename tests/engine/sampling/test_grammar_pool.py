@@ -298,7 +298,7 @@ Grammars.compile = held
         asked = desk.begin(regex("held"))
         for path in begun[:times]:
             desk.run_until(lambda: desk.pool._ready)
-            wait_for(path.exists)
+            wait_for(lambda path=path: (desk.run_posted(), path.exists())[1])
             assert not asked.answered
             kill_server(desk)
             desk.run_until(lambda: not desk.pool._ready)
