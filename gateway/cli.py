@@ -40,7 +40,7 @@ CONFIG_VARIABLE = "KVASIR_CONFIG"
 NO_SETTINGS = (CONFIG_VARIABLE, URL_VARIABLE, KEY_VARIABLE)
 """Variables of the commands themselves; the last two are often set for clients in the shell that starts a server."""
 
-ENGINE_MODULES = ("torch", "transformers", "safetensors")
+ENGINE_MODULES = ("torch", "transformers", "safetensors", "gguf")
 """What the extra `engine` brings."""
 
 INTERRUPTED_EXIT = 130

@@ -19,8 +19,9 @@ import transformers
 from torch import Tensor, nn
 
 from engine.compute.attention import StepAttention
-from engine.compute.forward import PanelWeight, rms_norm, turn
-from engine.compute.linear import PackedWeight, can_pack, pack_weight
+from engine.compute.forward import rms_norm, turn
+from engine.compute.linear import can_pack
+from engine.compute.quantized_layers import JoinedWeight, Product, QuantizedLinear, release, weight_of
 
 TILE_ROWS: Final = 512  # rows of activations that are taken through a layer's products together
 _FAMILY: Final = (
@@ -29,7 +30,6 @@ _FAMILY: Final = (
     transformers.Qwen2ForCausalLM,
     transformers.Qwen3ForCausalLM,
 )
-Weight = PanelWeight | PackedWeight
 _STEADY_ROPE: Final = {"default", "linear", "llama3", "yarn"}  # kinds whose table is the same for every batch
 
 
@@ -42,13 +42,13 @@ class _Layer:
     """
 
     input_norm: Tensor
-    qkv: Weight
+    qkv: Product | JoinedWeight
     qk_norm: Tensor | None
-    output: Weight
+    output: Product
     mlp_norm: Tensor
-    gate: Weight
-    up: Weight
-    down: Weight
+    gate: Product
+    up: Product
+    down: Product
     window: int | None
 
 
@@ -65,34 +65,33 @@ class FusedForward:
         self._kv_heads: int = config.num_key_value_heads
         self._scale: float = attention.scaling
         self._epsilon: float = config.rms_norm_eps
-        self._embedding = model.embed_tokens.weight.detach()
-        self._tables = _rope_table(model.rotary_emb, context_tokens, self._head_dim, self._embedding.dtype)
-        self._head = pack_weight(module.lm_head.weight, module.lm_head.bias)
+        self._embed = model.embed_tokens
+        self._dtype: torch.dtype = model.embed_tokens.weight.dtype
+        self._tables = _rope_table(model.rotary_emb, context_tokens, self._head_dim, self._dtype)
+        self._head: Product = weight_of(module.lm_head)
         self._layers = [self._take(layer, window) for layer, window in zip(model.layers, windows, strict=True)]
         self._final_norm = _norm_weight(model.norm)
 
     def _take(self, layer: Any, window: int | None) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        weight = torch.cat([projection.weight for projection in projections])
-        biases = [projection.bias for projection in projections]
         qk_norm = None
         if hasattr(attention, "q_norm"):
             per_head = ((attention.q_norm, self._heads), (attention.k_norm, self._kv_heads))
             qk_norm = torch.cat([_norm_weight(norm).expand(count, -1) for norm, count in per_head])
         taken = _Layer(
             input_norm=_norm_weight(layer.input_layernorm),
-            qkv=pack_weight(weight, None if biases[0] is None else torch.cat(biases)),
+            qkv=weight_of(*projections),
             qk_norm=qk_norm,
-            output=pack_weight(attention.o_proj.weight, attention.o_proj.bias),
+            output=weight_of(attention.o_proj),
             mlp_norm=_norm_weight(layer.post_attention_layernorm),
-            gate=pack_weight(mlp.gate_proj.weight, mlp.gate_proj.bias),
-            up=pack_weight(mlp.up_proj.weight, mlp.up_proj.bias),
-            down=pack_weight(mlp.down_proj.weight, mlp.down_proj.bias),
+            gate=weight_of(mlp.gate_proj),
+            up=weight_of(mlp.up_proj),
+            down=weight_of(mlp.down_proj),
             window=window,
         )
         for linear in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            linear.weight = None
+            release(linear)
         return taken
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: StepAttention, rows: Tensor) -> Tensor:
@@ -100,12 +99,12 @@ class FusedForward:
         # 1. Embed. The hidden states live in tiles of rows: a tile's numbers stay near while it is worked on.
         num_rows = len(tokens)
         parts = -(-num_rows // TILE_ROWS)
-        hidden = list(_split(self._embedding.index_select(0, tokens), parts))
+        hidden = list(_split(self._embed(tokens), parts))
         places = _split(positions, parts)
 
         # 2. All layers but the last: project each tile, attend as a whole, and finish each tile.
         shape = (num_rows, self._heads + 2 * self._kv_heads, self._head_dim)
-        state = torch.empty(shape, dtype=self._embedding.dtype) if parts > 1 else None
+        state = torch.empty(shape, dtype=self._dtype) if parts > 1 else None
         targets = state.tensor_split(parts) if state is not None else (None,)
         for tile, target, place in zip(hidden, targets, places, strict=True):
             projected = self._project(self._layers[0], tile, place, target)
@@ -183,14 +182,14 @@ def _is_plain(module: Any) -> bool:
     """Whether every part is what FusedForward takes it for."""
     config, model = module.config, module.model
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    linears = [part for part in module.modules() if isinstance(part, nn.Linear | QuantizedLinear)]
     parameter = module.lm_head.weight
     return (
         config.hidden_act == "silu"
         and rope in _STEADY_ROPE
         and 2 * len(model.rotary_emb.inv_freq) == model.layers[0].self_attn.head_dim  # all of a head is turned
         and len(model.layers) == config.num_hidden_layers
-        and all(type(linear) is nn.Linear for linear in linears)
+        and all(type(linear) in (nn.Linear, QuantizedLinear) for linear in linears)
         and len({linear.weight.dtype for linear in linears}) == 1
         and can_pack(parameter.dtype, parameter.device)
     )

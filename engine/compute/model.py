@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from engine.compute.attention import StepAttention, UnsupportedAttentionError
 from engine.compute.fused import fuse
+from engine.compute.gguf_file import GGUFFile
+from engine.compute.int4_folder import check_int4, read_int4
 from engine.compute.kv_cache import STEP_BYTES, CacheShape, free_bytes
 from engine.compute.linear import has_onednn, is_quick, pack
 from engine.compute.machine import collapse, has_cuda
@@ -35,6 +37,7 @@ from engine.compute.model_files import (
 )
 from engine.compute.peaks import find_cost
 from engine.compute.probe import compare, observe
+from engine.compute.quantized_layers import assemble
 from engine.config import EngineSettings
 from engine.protocol import HashName, Namespace, TokenizerFiles
 from engine.utilisation import Cost
@@ -103,16 +106,23 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
     """
     # 1. Find it, and read what it says about itself.
     folder = find_folder(settings.model, settings.revision)
-    config = _read_config(folder, settings.model)
+    gguf = GGUFFile(folder) if folder.is_file() else None
+    config = _read_config(folder, settings.model, gguf)
     tokenizer, tokenizer_eos = read_tokenizer(folder)
     device = _choose_device(settings.device)
     dtype = _choose_dtype(settings.dtype, config, device)
     context_tokens, warnings = _context(settings, config)
 
-    _check_memory(settings, folder, config, dtype, device)
+    is_int4 = gguf is None and check_int4(config, settings.model)
+    _check_memory(settings, folder if gguf is None else gguf, config, dtype, device)
 
     # 2. Load the weights and prove the attention.
-    module = _load_module(folder, settings.model, dtype, device)
+    if gguf is not None:
+        module = gguf.load(config, dtype).to(device)
+    elif is_int4:
+        module = assemble(config, dtype, read_int4(folder, config, settings.model), settings.model).to(device)
+    else:
+        module = _load_module(folder, settings.model, dtype, device)
     shape, forward, is_fused, cost = prepare(module, settings.model, context_tokens, fast=fast)
     if device.type == "cpu":
         collapse()
@@ -167,14 +177,17 @@ def _plain(dtype: torch.dtype) -> str:
 def _name(settings: EngineSettings, folder: Path) -> str:
     if settings.served_name:
         return settings.served_name
-    if settings.model == DEMO or not Path(settings.model).expanduser().is_dir():
+    if settings.model == DEMO or not Path(settings.model).expanduser().exists():
         return settings.model
-    return folder.resolve().name
+    return folder.resolve().name if folder.is_dir() else folder.stem
 
 
-def _read_config(folder: Any, name: str) -> Any:
+def _read_config(folder: Path, name: str, gguf: GGUFFile | None) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        config: Any = gguf.read_config() if gguf else None
+        config = config or transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    except ModelError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"model {name!r}: {str(error).splitlines()[0]}") from None
     text = config.get_text_config()
@@ -241,13 +254,16 @@ def _context(settings: EngineSettings, config: Any) -> tuple[int, list[str]]:
 
 
 def _check_memory(
-    settings: EngineSettings, folder: Path, config: Any, dtype: torch.dtype, device: torch.device
+    settings: EngineSettings, files: Path | GGUFFile, config: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raises ModelError when the weights and a step do not fit into what is free."""
-    need = weight_bytes(folder, dtype.itemsize)
     text = config.get_text_config()
-    if text.tie_word_embeddings and device.type == "cpu":  # looked up in one form, multiplied with in another
-        need += text.vocab_size * text.hidden_size * dtype.itemsize
+    if isinstance(files, GGUFFile):
+        need = files.weight_bytes(dtype.itemsize)
+    else:
+        need = weight_bytes(files, dtype.itemsize)
+        if text.tie_word_embeddings and device.type == "cpu":  # looked up in one form, multiplied with in another
+            need += text.vocab_size * text.hidden_size * dtype.itemsize
     free = free_bytes(device, settings.memory_bytes)
     if need + STEP_BYTES > free:
         raise ModelError(

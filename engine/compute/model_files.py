@@ -38,7 +38,8 @@ class ModelError(ConfigError):
 
 
 def find_folder(model: str, revision: str | None) -> Path:
-    """The folder with the files of `model`: `demo`, a folder, or a hub id (downloaded when it is not in the cache).
+    """The folder with the files of `model`: `demo`, a folder, or a hub id (downloaded when it is not in the cache). A
+    GGUF file stands for itself.
 
     Raises ModelError when there is no such model, or no way to fetch it.
     """
@@ -47,10 +48,10 @@ def find_folder(model: str, revision: str | None) -> Path:
 
         return MODEL_DIR
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if folder.is_dir() or (folder.is_file() and folder.suffix == ".gguf"):
         return folder
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelError(f"model {model!r}: there is no such folder, and it is not a hub id (owner/name)")
+        raise ModelError(f"model {model!r}: there is no such folder or .gguf file, and it is not a hub id (owner/name)")
     return _download(model, revision)
 
 
@@ -86,7 +87,7 @@ def weight_bytes(folder: Path, number_bytes: float) -> int:
                     floats = "F" in part.get_dtype()  # F32, BF16, F8_E4M3, ...; else I32, U8, BOOL
                     total += math.prod(part.get_shape()) * (number_bytes if floats else _INTEGERS[part.get_dtype()])
         except (SafetensorError, OSError, KeyError) as error:
-            raise ModelError(f"{file}: cannot be read as safetensors: {_first_line(error)}") from None
+            raise ModelError(f"{file}: cannot be read as safetensors: {first_line(error)}") from None
     return int(total)
 
 
@@ -96,7 +97,7 @@ def fingerprint_weights(folder: Path, cache: Path | None = None) -> str:
     Reads every byte, unless the file `cache` has the digest of files with these paths, sizes, times and inodes.
     Raises ModelError when there are no weights.
     """
-    files = [folder / "config.json", *_weight_files(folder)]
+    files = [folder] if folder.is_file() else [folder / "config.json", *_weight_files(folder)]
     try:
         identity = _identity(files)
         kept = _kept_digests(cache)
@@ -167,14 +168,17 @@ def _weight_files(folder: Path) -> list[Path]:
 def read_tokenizer(folder: Path) -> tuple[TokenizerFiles, int | None]:
     """What a gateway needs to render and tokenise, and the tokeniser's own end-of-text id.
 
-    Raises ModelError when the folder has no tokeniser, or one that the tokenizers library cannot express.
+    Raises ModelError when the folder or GGUF file has no tokeniser, or one that the tokenizers library cannot express.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        if folder.is_file():
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder.parent), gguf_file=folder.name)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
-        raise ModelError(f"{folder}: its tokeniser cannot be read: {_first_line(error)}") from None
+        raise ModelError(f"{folder}: its tokeniser cannot be read: {first_line(error)}") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(f"{folder}: its tokeniser {type(tokenizer).__name__} has no tokenizer.json form")
@@ -195,5 +199,5 @@ def _default_template(template: Any) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

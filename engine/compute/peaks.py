@@ -7,12 +7,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from engine.compute.kv_cache import CacheShape
+from engine.compute.quantized_layers import QuantizedLinear
 from engine.utilisation import Cost, Peak
 
 PROBE_S: Final = 0.15
@@ -62,17 +64,18 @@ def find_cost(module: Any, shape: CacheShape, windows: list[int | None]) -> Cost
     head = module.get_output_embeddings()
     if head is None:
         return None
-    output = head.weight
+    output = getattr(head, "quantized", head.weight)
     looked_up = {id(one.weight) for one in module.modules() if isinstance(one, nn.Embedding)} | {id(output)}
-    every = [(name, one) for name, one in module.named_parameters() if id(one) not in looked_up]
+    layers = [(name, one.quantized) for name, one in module.named_modules() if isinstance(one, QuantizedLinear)]
+    every = [(name, one) for name, one in (*module.named_parameters(), *layers) if id(one) not in looked_up]
     experts = [one for name, one in every if _is_expert(name)]
     rest = [one for name, one in every if not _is_expert(name)]
     share = _expert_share(config) if experts else 1.0
     if share is None:
         return None
     return Cost(
-        token_params=sum(one.numel() for one in rest) + share * sum(one.numel() for one in experts),
-        row_params=output.numel(),
+        token_params=sum(prod(one.shape) for one in rest) + share * sum(prod(one.shape) for one in experts),
+        row_params=prod(output.shape),
         weight_bytes=sum(one.nbytes for one in rest),
         row_bytes=output.nbytes,
         windows=dict(Counter(windows)),

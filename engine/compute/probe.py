@@ -21,6 +21,7 @@ from torch.nn import functional
 from engine.compute.attention import ATTENTION_NAME, StepAttention, UnsupportedAttentionError
 from engine.compute.batch import make_batch
 from engine.compute.kv_cache import CacheShape, KVCache
+from engine.compute.quantized_layers import QuantizedLinear
 from engine.protocol import Sampling
 from engine.sequence import Sequence, Step, Work
 
@@ -28,6 +29,7 @@ TEXT_LENGTHS: Final = (13, 6)  # a start has to run them three times
 CUTS: Final = (9, 3)
 BLOCK_SIZE: Final = 4
 TOLERANCE: Final = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # of the norm of the logits
+ROUNDED: Final = 0.1  # where products round activations to 8 bits, one in the last bit of a float may become one in 256
 
 
 @dataclass(slots=True)
@@ -128,9 +130,11 @@ def compare(
         logits = forward(tokens, positions, StepAttention(cache, batch), rows)
     if logits.shape != (len(texts), len(expected[0])):
         raise UnsupportedAttentionError(f"it returns logits of shape {tuple(logits.shape)} for {len(texts)} rows")
+    rounds = any(isinstance(part, QuantizedLinear) for part in module.modules())
+    tolerance = max(TOLERANCE[shape.dtype], ROUNDED * rounds)
     for got, want in zip(logits.float(), expected, strict=True):
         error = ((got - want).norm() / want.norm().clamp_min(1e-6)).item()
-        if not error <= TOLERANCE[shape.dtype]:
+        if not error <= tolerance:
             raise UnsupportedAttentionError(
                 f"with paged attention its logits are off by {error:.1%}: it attends in a way that is not implemented"
             )
