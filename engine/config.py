@@ -64,6 +64,8 @@ class EngineSettings(Section):
     """Tokens per block."""
     kv_cache_bytes: Annotated[NonNegativeInt, BeforeValidator(lambda value: 0 if value == "auto" else value)] = 0
     """Bytes of memory for keys and values; 0 or `auto` is half of what the loaded model leaves free."""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """What keys and values are kept in: the model's dtype, or int8 with a scale each, of which more fit."""
     memory_bytes: NonNegativeInt = 0
     """Bytes of memory for all of one engine; 0 is what is free, shared by the engines of `kvasir serve`."""
     host_bytes: NonNegativeInt = 0

@@ -32,7 +32,7 @@
 #define LOG2_E 1.44269504f
 
 enum { PLAIN, NEON, AVX2, AVX512, AVX512_BF16, VARIANTS };
-enum { FLOAT32, BFLOAT16, FLOAT16 }; /* what the cache holds */
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8 }; /* what the cache holds; behind each key or value in INT8 lies its scale, a float */
 
 /* Rows of the batch that attend to positions begin .. end - 1 of one sequence, or of a prefix that several share, each
  * row to those that are not after its own. Only keeps the results of its tiles for another item, or merges those of all
@@ -50,7 +50,7 @@ typedef struct {
 typedef struct {
     const float *query;        /* (rows, num_heads, head_dim), rows query_stride apart */
     float *out;                /* (rows, num_heads, head_dim) */
-    const void *cache;         /* (slots, 2, num_kv_heads, head_dim) of one layer; a vector past the end may be read */
+    const void *cache;         /* (slots, 2, num_kv_heads, width) of one layer; a vector past the end may be read */
     const int32_t *row_index;  /* rows of the batch of all items */
     const int32_t *positions;  /* (rows,) */
     const int32_t *tables;
@@ -59,7 +59,7 @@ typedef struct {
     float *results;            /* (results, num_heads, head_dim rounded up to 32, + 2): sums, maximum, sum of weights */
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or null */
     int64_t num_keeping, num_items;
-    int64_t num_heads, num_kv_heads, head_dim, block_size, query_stride;
+    int64_t num_heads, num_kv_heads, head_dim, width, block_size, query_stride; /* width: head_dim and, in INT8, scale */
     int64_t window;            /* positions that a row reaches back, its own included; 0 is all */
     float scale, softcap;      /* softcap 0 is none */
     int32_t kind, variant, threads, unused;
@@ -87,27 +87,28 @@ typedef struct {
 #define JOIN(a, b) JOIN_(a, b)
 #define N(name) JOIN(name, ISA)
 
-/* Offsets in the cache of some of a run's keys. The value of each lies num_kv_heads * head_dim behind it. */
+/* Offsets in the cache of some of a run's keys. The value of each lies num_kv_heads * width behind it. */
 INLINE void find_keys(const call_t *call, const run_t *run, int offset, int count, int64_t *at) {
     const uint32_t size = (uint32_t)call->block_size, position = (uint32_t)(run->first + offset);
-    const int64_t step = 2 * call->num_kv_heads * call->head_dim;
+    const int64_t step = 2 * call->num_kv_heads * call->width;
     const int32_t *block = run->table + position / size;
     uint32_t inside = position % size;
     for (int i = 0; i < count; i++) {
-        at[i] = ((int64_t)*block * size + inside) * step + run->head * call->head_dim;
+        at[i] = ((int64_t)*block * size + inside) * step + run->head * call->width;
         if (++inside == size) inside = 0, block++;
     }
 }
 
 /* Asks for keys and values of a run that is packed soon: blocks lie anywhere, which no processor foresees. */
 INLINE void prefetch(const call_t *call, const run_t *run, int base, int most) {
-    const int64_t size = call->kind == FLOAT32 ? 4 : 2, value_at = call->num_kv_heads * call->head_dim * size;
+    const int64_t size = call->kind == FLOAT32 ? 4 : call->kind == INT8 ? 1 : 2;
+    const int64_t value_at = call->num_kv_heads * call->width * size;
     const int count = run->count - base < most ? run->count - base : most;
     int64_t at[16];
     find_keys(call, run, base, count, at);
     for (int i = 0; i < count; i++) {
         const char *key = (const char *)call->cache + at[i] * size;
-        for (int64_t d = 0; d < call->head_dim * size; d += 64) {
+        for (int64_t d = 0; d < call->width * size; d += 64) {
             __builtin_prefetch(key + d, 0, 2);
             __builtin_prefetch(key + value_at + d, 0, 2);
         }
@@ -134,6 +135,13 @@ static run_t first_run(const call_t *call, const item_t *item) {
     if (begin < item->kept * TILE) begin = item->kept * TILE;
     int count = end - begin < TILE ? end - begin : TILE;
     return (run_t){call->tables + item->table, item->head, begin, count};
+}
+
+/* What a key or value of the cache in INT8 is multiplied with. */
+INLINE float scale_of(const call_t *call, int64_t at) {
+    float scale;
+    memcpy(&scale, (const char *)call->cache + at + call->width - 4, 4);
+    return scale;
 }
 
 INLINE float *result_of(const call_t *call, int row, int tile, int head) {
@@ -405,6 +413,7 @@ void kvasir_turn(const rows_t *c) {
 typedef float N(floats) __attribute__((vector_size(4 * WIDTH), may_alias));
 typedef int32_t N(ints) __attribute__((vector_size(4 * WIDTH), may_alias));
 typedef float N(loose) __attribute__((vector_size(4 * WIDTH), may_alias, aligned(4)));
+typedef int8_t N(bytes) __attribute__((vector_size(WIDTH), may_alias, aligned(1)));
 typedef uint16_t N(halves) __attribute__((vector_size(2 * WIDTH), may_alias, aligned(2)));
 #define floats N(floats)
 #define ints N(ints)
@@ -415,6 +424,8 @@ typedef uint16_t N(halves) __attribute__((vector_size(2 * WIDTH), may_alias, ali
 /* WIDTH numbers of the cache: the seam for other kinds. */
 TARGET INLINE floats N(load)(const int kind, const void *cache, int64_t at) {
     if (kind == FLOAT32) return LOAD((const float *)cache + at);
+    if (kind == INT8)
+        return __builtin_convertvector(__builtin_convertvector(*(const N(bytes) *)((const int8_t *)cache + at), ints), floats);
     ints bits = __builtin_convertvector(*(const N(halves) *)((const uint16_t *)cache + at), ints);
     if (kind == BFLOAT16) return (floats)(bits << 16);
     floats x = (floats)((bits & 0x7fff) << 13) * ALL(0x1p112f); /* exact, also for what is subnormal in float16 */
@@ -514,7 +525,10 @@ TARGET INLINE void N(pack_keys)(const int kind, const call_t *call, const int64_
     for (int d = 0; d < dim; d += WIDTH) {
         floats r[WIDTH];
 #pragma GCC unroll 16
-        for (int i = 0; i < WIDTH; i++) r[i] = i < count ? N(load)(kind, call->cache, at[i] + d) : (floats){0};
+        for (int i = 0; i < WIDTH; i++) {
+            r[i] = i < count ? N(load)(kind, call->cache, at[i] + d) : (floats){0};
+            if (kind == INT8 && i < count) r[i] *= ALL(scale_of(call, at[i]));
+        }
         const int rows = dim - d < WIDTH ? dim - d : WIDTH;
 #ifdef TRANSPOSE
         TRANSPOSE(r);
@@ -529,7 +543,7 @@ TARGET INLINE void N(pack_keys)(const int kind, const call_t *call, const int64_
 TARGET INLINE void N(pack_kind)(const int kind, const call_t *call, const run_t *run, const run_t *next, int padded,
                                 int rows, scratch_t *to) {
     const int dim = (int)call->head_dim, wide = (dim + 2 * WIDTH - 1) & ~(2 * WIDTH - 1);
-    const int64_t value_at = call->num_kv_heads * dim;
+    const int64_t value_at = call->num_kv_heads * call->width;
     for (int base = 0; base < padded; base += WIDTH) {
         int64_t at[WIDTH];
         const int count = run->count - base < WIDTH ? run->count - base : WIDTH;
@@ -540,9 +554,16 @@ TARGET INLINE void N(pack_kind)(const int kind, const call_t *call, const run_t 
         for (int i = 0; i < count; i++) {
             float *value = to->value + (base + i) * wide;
             to->values[base + i] = value;
-            if (kind == FLOAT32 && rows <= 2 * GROUP) to->values[base + i] = (const float *)call->cache + at[i] + value_at;
-            else
-                for (int d = 0; d < wide; d += WIDTH) STORE(value + d, N(load)(kind, call->cache, at[i] + value_at + d));
+            if (kind == FLOAT32 && rows <= 2 * GROUP) {
+                to->values[base + i] = (const float *)call->cache + at[i] + value_at;
+                continue;
+            }
+            const floats scale = ALL(kind == INT8 ? scale_of(call, at[i] + value_at) : 1.0f);
+            for (int d = 0; d < wide; d += WIDTH) {
+                floats x = N(load)(kind, call->cache, at[i] + value_at + d);
+                if (kind == INT8) x *= scale;
+                STORE(value + d, x);
+            }
         }
     }
 }
@@ -553,6 +574,7 @@ TARGET static void N(pack)(const call_t *call, const run_t *run, const run_t *ne
     switch (call->kind) {
     case FLOAT32: N(pack_kind)(FLOAT32, call, run, next, padded, rows, to); break;
     case BFLOAT16: N(pack_kind)(BFLOAT16, call, run, next, padded, rows, to); break;
+    case INT8: N(pack_kind)(INT8, call, run, next, padded, rows, to); break;
     default: N(pack_kind)(FLOAT16, call, run, next, padded, rows, to);
     }
 }

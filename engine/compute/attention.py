@@ -77,7 +77,7 @@ class StepAttention:
         rows = len(self._slots)
         if len(key_value) > rows:
             key_value = key_value[:rows]
-        slots = self._cache.layers[layer]
+        key_value, slots = self._cache.encode(key_value), self._cache.layers[layer]
         if self._run is not None:
             slots.narrow(0, self._run, rows).copy_(key_value)
         else:

@@ -28,7 +28,7 @@ COMPILERS: Final = ("cc", "gcc", "clang")
 FLAGS: Final = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-lm")
 COMPILE_S: Final = 120.0  # seconds that the compiler may take; 6 are usual
 VARIANTS: Final = ("plain", "neon", "avx2", "avx512", "avx512_bf16")  # of the source, in order; later ones are quicker
-_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of caches, of the source
+_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # of caches, of the source
 
 
 class Item(ctypes.Structure):
@@ -50,7 +50,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "out", "cache", "row_index", "positions", "tables", "items")),
         *((name, ctypes.c_void_p) for name in ("results_at", "results", "parallel")),
         *((name, ctypes.c_int64) for name in ("num_keeping", "num_items", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("block_size", "query_stride", "window")),
+        *((name, ctypes.c_int64) for name in ("width", "block_size", "query_stride", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_int32) for name in ("kind", "variant", "threads", "unused")),
     )

@@ -20,12 +20,14 @@ from engine.compute.machine import available_bytes, own_bytes
 from engine.sequence import Copy
 
 _LINE: Final = 64  # bytes of a cache line, at which the data begins
+_SCALE_BYTES: Final = 4
+_LEAST: Final = 1e-30  # a largest number below which all are zero
 _LOOK_AT: Final = 64  # blocks of a layer that are copied to be looked through
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one token's keys and values take."""
+    """What one token's keys and values take; in int8 each has a scale, float32, behind it."""
 
     num_layers: int
     num_kv_heads: int
@@ -33,14 +35,24 @@ class CacheShape:
     dtype: torch.dtype
 
     @property
+    def scale_at(self) -> int:
+        """Elements of a key or value before its scale."""
+        return -(-self.head_dim // _SCALE_BYTES) * _SCALE_BYTES
+
+    @property
+    def width(self) -> int:
+        """Elements of a key or value, its scale included."""
+        return self.scale_at + _SCALE_BYTES if self.dtype == torch.int8 else self.head_dim
+
+    @property
     def token_bytes(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * 2 * self.num_kv_heads * self.width * self.dtype.itemsize
 
 
 class KVCache:
     """Keys and values of all blocks of all layers.
 
-    data  (num_layers, (num_blocks + 1) * block_size, 2, num_kv_heads, head_dim)  keys at [:, :, 0], values at [:, :, 1]
+    data  (num_layers, (num_blocks + 1) * block_size, 2, num_kv_heads, width)  keys at [:, :, 0], values at [:, :, 1]
 
     The extra block at the end belongs to nobody and stays zero: padding is read from it.
     """
@@ -48,11 +60,34 @@ class KVCache:
     def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.shape, self.num_blocks, self.block_size = shape, num_blocks, block_size
         slots = (num_blocks + 1) * block_size
-        size = (shape.num_layers, slots, 2, shape.num_kv_heads, shape.head_dim)
+        size = (shape.num_layers, slots, 2, shape.num_kv_heads, shape.width)
         self.data = _zeros(size, shape.dtype, device)
-        self.layers = self.data.unbind(0)  # (slots, 2, num_kv_heads, head_dim) each
+        self.layers = self.data.unbind(0)  # (slots, 2, num_kv_heads, width) each
         self.blocks = self.data.view(shape.num_layers, num_blocks + 1, -1).unbind(0)  # (num_blocks + 1, elements) each
         self.zero_slot = num_blocks * block_size
+
+    def encode(self, key_value: Tensor) -> Tensor:
+        """As the cache stores them: (rows, 2, num_kv_heads, head_dim) -> (rows, 2, num_kv_heads, width).
+
+        In int8 each key and each value is divided by a scale of its own, 1/127 of its largest number, and rounded to
+        the nearest even: what a token stores depends on that token alone. What is not finite has such a scale.
+        """
+        shape = self.shape
+        if shape.dtype != torch.int8:
+            return key_value
+        wide = key_value.float()
+        most = wide.abs().amax(-1, keepdim=True)
+        stored = torch.zeros(*wide.shape[:-1], shape.width, dtype=torch.int8, device=wide.device)
+        stored[..., : shape.head_dim] = (wide * torch.where(most > _LEAST, 127 / most, 0)).round_()
+        stored[..., shape.scale_at :].view(torch.float32).copy_(most / 127)
+        return stored
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """Numbers of what the cache stores: (..., width) -> (..., head_dim) float32."""
+        shape = self.shape
+        if shape.dtype != torch.int8:
+            return stored.float()
+        return stored[..., : shape.head_dim] * stored[..., shape.scale_at :].view(torch.float32)
 
     def zero(self, blocks: list[int]) -> None:
         """Zeroes whole blocks in all layers, so that what is masked out can never be a NaN somebody else left."""
@@ -75,14 +110,21 @@ class KVCache:
         for start in range(0, len(blocks), _LOOK_AT):
             some = list(blocks[start : start + _LOOK_AT])
             index = torch.tensor(some, device=self.data.device)
-            largest = torch.stack([layer.index_select(0, index).abs().amax(1) for layer in self.blocks]).amax(0)
+            largest = torch.stack([self._largest(layer.index_select(0, index)) for layer in self.blocks]).amax(0)
             finite = torch.isfinite(largest).tolist()  # a NaN is the largest number of all
             found += [block for block, is_finite in zip(some, finite, strict=True) if not is_finite]
         return found
 
+    def _largest(self, taken: Tensor) -> Tensor:
+        """Of each block of (blocks, elements); in int8 of its scales."""
+        if self.shape.dtype == torch.int8:
+            numbers = taken.view(len(taken), -1, self.shape.width)
+            taken = numbers[..., self.shape.scale_at :].view(torch.float32).flatten(1)
+        return taken.abs().amax(1)
+
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         """A copy of whole blocks, (len(blocks), block bytes) uint8 on the cache's device, in a layout that does not
-        depend on the cache's own: (num_layers, block_size, 2, num_kv_heads, head_dim) of the cache's dtype each."""
+        depend on the cache's own: (num_layers, block_size, 2, num_kv_heads, width) of the cache's dtype each."""
         index = torch.tensor(blocks, device=self.data.device)
         taken = self.data.view(self.shape.num_layers, self.num_blocks + 1, -1).index_select(1, index)
         return taken.transpose(0, 1).contiguous().view(torch.uint8).view(len(blocks), -1)

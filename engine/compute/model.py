@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,9 +74,12 @@ class LoadedModel:
 
     def namespace(self, block_size: int, hash_name: HashName) -> Namespace:
         """Identity of the blocks this model writes, with an empty salt."""
-        dtype = _plain(self.dtype)
         return Namespace(
-            weights=self.fingerprint, dtype=dtype, kv_dtype=dtype, block_size=block_size, hash_name=hash_name
+            weights=self.fingerprint,
+            dtype=_plain(self.dtype),
+            kv_dtype=_plain(self.cache_shape.dtype),
+            block_size=block_size,
+            hash_name=hash_name,
         )
 
 
@@ -124,6 +127,9 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
     else:
         module = _load_module(folder, settings.model, dtype, device)
     shape, forward, is_fused, cost = prepare(module, settings.model, context_tokens, fast=fast)
+    if settings.kv_cache_dtype == "int8":
+        shape = replace(shape, dtype=torch.int8)
+        cost = cost and replace(cost, kv_bytes=shape.token_bytes // shape.num_layers)
     if device.type == "cpu":
         collapse()
 

@@ -127,6 +127,7 @@ class PagedAttention:
             num_heads=num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            width=shape.width,
             block_size=size,
             kind=kind_of(shape.dtype),
             variant=supported(shape.dtype, shape.head_dim)[-1] if variant is None else variant,

@@ -75,7 +75,7 @@ class ReferenceAttention:
         begin = 0 if window is None else max(0, tile.first + 1 - window) // TILE * TILE
         for start in range(begin, tile.slots.shape[1], TILE):
             slots = tile.slots[:, start : start + TILE].reshape(-1)
-            seen = self._cache.layers[layer].index_select(0, slots).float()
+            seen = self._cache.decode(self._cache.layers[layer].index_select(0, slots))
             key, value = seen.view(num_seqs, TILE, 2, kv_heads, dim).permute(2, 0, 3, 1, 4).unbind(0)
             scores = torch.matmul(asking, key.transpose(2, 3))
             if softcap is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,10 +137,17 @@ def make_loaded(module: Any, *, fast: bool = True, context: int = CONTEXT) -> Lo
 
 
 def make_runner(
-    kind: str, dtype: torch.dtype = torch.float32, *, fast: bool = True, block_size: int = 16
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    fast: bool = True,
+    block_size: int = 16,
+    kv_dtype: torch.dtype | None = None,
 ) -> ModelRunner:
+    """kv_dtype  of the cache; None is the model's"""
     settings = EngineSettings(block_size=block_size, kv_cache_bytes=8 << 20, threads=1)
-    return ModelRunner(make_loaded(make_module(kind, dtype), fast=fast), settings)
+    model = make_loaded(make_module(kind, dtype), fast=fast)
+    return ModelRunner(replace(model, cache_shape=replace(model.cache_shape, dtype=kv_dtype or dtype)), settings)
 
 
 def random_ids(count: int, seed: int) -> list[int]:

@@ -55,6 +55,7 @@ int main(int argc, char **argv) {
             call_t c = {.variant = atoi(argv[arg]), .threads = 1, .block_size = 16, .scale = 0.2f};
             c.kind = c.variant == AVX512_BF16 ? BFLOAT16 : (int)below(2);
             c.head_dim = c.variant == AVX512_BF16 ? 32 << below(4) : dims[below(7)];
+            c.width = c.head_dim;
             c.num_kv_heads = 1 + below(2);
             c.num_heads = c.num_kv_heads * (1 + below(6)); /* at most MAX_ROWS in an item */
             c.window = below(3) ? 0 : 1 + below(150);

@@ -31,7 +31,8 @@ needs_library = pytest.mark.skipif(not supported(torch.float32, 64), reason="no 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_every_instruction_set_equals_the_slow_twin_and_a_row_is_the_same_alone(data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.int8]))
+    computed = torch.float32 if dtype == torch.int8 else dtype
     head_dim = data.draw(st.sampled_from([32, 40, 64, 80, 96, 128, 192, 256]))
     kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 3), (1, 7), (2, 8), (1, 12)]))
     size = data.draw(st.sampled_from([8, 16, 32]))
@@ -39,7 +40,8 @@ def test_every_instruction_set_equals_the_slow_twin_and_a_row_is_the_same_alone(
     cap = data.draw(st.sampled_from([None, None, 1.0, 30.0]))
     cache = KVCache(CacheShape(1, kv_heads, head_dim, dtype), 2048 // size, size, CPU)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
-    cache.data[:, : cache.zero_slot].normal_(generator=generator)
+    written = torch.randn(cache.zero_slot, 2, kv_heads, head_dim, generator=generator).to(computed)
+    cache.layers[0][: cache.zero_slot] = cache.encode(written)
     free = torch.randperm(cache.num_blocks, generator=generator).tolist()
     shared = [free.pop() for _ in range(data.draw(st.sampled_from([0, 128, 288])) // size)]
     spans: list[Span] = []
@@ -50,10 +52,10 @@ def test_every_instruction_set_equals_the_slow_twin_and_a_row_is_the_same_alone(
         table += [free.pop() for _ in range(-(-(start + count) // size) - len(table))]
         spans.append(Span(spans[-1].row + spans[-1].count if spans else 0, count, start, table))
     num_heads = kv_heads * group
-    query = torch.randn(spans[-1].row + spans[-1].count, num_heads, head_dim, generator=generator).to(dtype)
+    query = torch.randn(spans[-1].row + spans[-1].count, num_heads, head_dim, generator=generator).to(computed)
     want = torch.full_like(query, float("nan"))
     ReferenceAttention(cache, spans).attend(0, query, 0.15, window, cap, want)
-    near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[computed]
     for variant in supported(dtype, head_dim):
         got = torch.full_like(query, float("nan"))
         PagedAttention(cache, spans, num_heads, variant).attend(0, query, 0.15, window, cap, got)

@@ -61,3 +61,24 @@ def test_memory_is_taken_only_where_the_cache_is_written() -> None:
     assert cache.data.nbytes == budget
     cache.zero([0, 1, num_blocks - 1])
     assert resident_bytes() - before < budget // 4
+
+
+def test_in_int8_a_number_is_off_by_half_a_step_of_its_own_key_and_what_is_not_finite_is_found() -> None:
+    shape = CacheShape(2, 2, 10, torch.int8)
+    cache = KVCache(shape, 5, 4, CPU)
+    assert cache.data.shape == (2, 6 * 4, 2, 2, 12 + 4)
+    assert shape.token_bytes == cache.data[:, 0].nbytes
+    numbers = torch.randn(8, 2, 2, 10) * torch.logspace(-6, 6, 8)[:, None, None, None]
+    numbers[5] = 0
+    stored = cache.encode(numbers)
+    most = numbers.abs().amax(-1, keepdim=True)
+    assert ((cache.decode(stored) - numbers).abs() <= most / 253).all()
+    assert torch.equal(cache.encode(numbers[3:4]), stored[3:4])
+    for block, bad in ((1, torch.nan), (3, torch.inf), (4, -torch.inf)):
+        numbers[2, 1, 0, 7] = bad
+        cache.layers[1][block * 4 + 2] = cache.encode(numbers)[2]
+        assert not cache.decode(cache.layers[1][block * 4 + 2]).isfinite().all()
+    assert cache.find_not_finite([0, 1, 2, 3, 4]) == [1, 3, 4]
+    cache.zero([1, 3, 4])
+    assert cache.find_not_finite([0, 1, 2, 3, 4]) == []
+    assert not cache.data.any()

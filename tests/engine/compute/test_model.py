@@ -87,6 +87,7 @@ def test_the_namespace_changes_with_the_weights_the_dtype_and_the_block_size(sav
     others = (
         load(changed).namespace(16, "xxh3_128"),
         load(saved, dtype="bfloat16").namespace(16, "xxh3_128"),
+        load(saved, kv_cache_dtype="int8").namespace(16, "xxh3_128"),
         model.namespace(32, "xxh3_128"),
         model.namespace(16, "sha256"),
     )

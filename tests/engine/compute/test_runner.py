@@ -56,9 +56,10 @@ def test_sixteen_sequences_at_once_get_the_tokens_they_get_alone(kind: str) -> N
     assert [list(s.tokens[s.num_prompt :]) for s in sequences] == alone
 
 
-@pytest.fixture(scope="module", params=FUSED)
+@pytest.fixture(scope="module", params=[*FUSED, "qwen3 with int8 keys and values"])
 def fused_driver(request: pytest.FixtureRequest) -> Driver:
-    return Driver(make_runner(request.param))
+    kind, _, kept = request.param.partition(" with int8")
+    return Driver(make_runner(kind, kv_dtype=torch.int8 if kept else None))
 
 
 @pytest.mark.parametrize("tail", [1, 4, 16, 17, 100, 271])
@@ -135,7 +136,13 @@ _made: list[Driver] = []
 def _drivers() -> list[Driver]:
     if not _made:
         _made.extend(
-            Driver(make_runner(kind, block_size=size)) for kind, size in (("qwen3", 4), ("llama", 16), ("qwen2", 32))
+            Driver(make_runner(kind, block_size=size, kv_dtype=kv_dtype))
+            for kind, size, kv_dtype in (
+                ("qwen3", 4, None),
+                ("llama", 16, None),
+                ("qwen2", 32, None),
+                ("llama", 16, torch.int8),
+            )
         )
     return _made
 

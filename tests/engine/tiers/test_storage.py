@@ -238,7 +238,7 @@ def bits(cache: KVCache, block: int) -> list[int]:
     return slots.view(torch.uint8).flatten().tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_blocks_go_down_and_come_back_bit_for_bit_anywhere_else(dtype: torch.dtype) -> None:
     source, target = filled(dtype, 1), filled(dtype, 2)
     before = [bits(target, block) for block in range(NUM_BLOCKS + 1)]
