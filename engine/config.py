@@ -100,6 +100,8 @@ class EngineSettings(Section):
     """Between renewals of the index entries of this engine."""
     lease_s: ClassVar = 10.0
     """Without a heartbeat after which an engine's index is deleted: five heartbeats."""
+    speculation: Literal["prompt-lookup", "none"] = "prompt-lookup"
+    """Tokens computed ahead where a text repeats what it or its prompt has; the answer stays the same."""
     eviction: Literal["lru", "hit-density"] = "lru"
     """Which cached block goes first: the least recently used, or the one that promises the fewest hits."""
     lease_share: Annotated[float, Field(ge=0, le=1)] = 0.5

@@ -268,7 +268,7 @@ class EngineLoop:
             return
         except Exception as error:
             self._failed_steps += 1
-            log.exception("a step of %d sequences and %d tokens failed", step.num_results, step.num_tokens)
+            log.exception("a step of %d sequences and %d rows failed", step.num_results, step.num_rows)
             self._scheduler.fail(step, f"the engine could not compute a step ({type(error).__name__})")
             return
         if can_give_up:
@@ -278,6 +278,7 @@ class EngineLoop:
         prefilled, decoded = counters.prefilled_tokens, counters.decoded_tokens
         self._scheduler.commit(step, results, now_s)
         self._busy_s += now_s - began_s
+        self._scheduler.learn(step, now_s - began_s)
         if self._utilisation is not None:
             self._utilisation.add(step, now_s - began_s)
         if prefilled := counters.prefilled_tokens - prefilled:

@@ -24,6 +24,7 @@ from engine.sequence import (
     NOT_FINITE,
     ROW_FAILED,
     Counters,
+    Result,
     Sequence,
     Siblings,
     Status,
@@ -107,8 +108,8 @@ class OpenSequences:
 
     # -- results of a step --------------------------------------------------------------------------------------------
 
-    def take(self, step: Step, results: list[int | None], now: float) -> None:
-        """One result for each work and fork of a step that succeeded; see engine.sequence.Runner."""
+    def take(self, step: Step, results: list[Result], now: float) -> None:
+        """One result for each work and fork of a step that succeeded."""
         assert len(results) == step.num_results, f"{len(results)} results for {step.num_results} works and forks"
         sequences = step.sequences
         for sequence, result in zip(sequences, results, strict=True):
@@ -117,7 +118,9 @@ class OpenSequences:
             elif result == ROW_FAILED:
                 self._guard(sequence, self._fail_row, sequence)
         late = {s for s, result in zip(sequences, results, strict=True) if result == MASK_LATE}
-        for work in step.work:
+        for work, result in zip(step.work, results, strict=False):
+            if isinstance(result, list):
+                self._guard(work.sequence, self._take_drafts, work, result)
             self._guard(work.sequence, self._take_computed, work, now, work.sequence in late)
         for sequence, result in zip(sequences, results, strict=True):
             if result == NO_TOKEN:
@@ -137,6 +140,13 @@ class OpenSequences:
             if sequence.status is Status.RUNNING:
                 self._fail_row(sequence)
 
+    def _take_drafts(self, work: Work, tokens: list[int]) -> None:
+        """Drafts that were sampled are computed already; the token behind them is not."""
+        self._counters.drafted_tokens += len(work.drafts)
+        self._counters.accepted_tokens += len(tokens) - 1
+        self._counters.decoded_tokens += len(tokens) - 1
+        work.sequence.tokens.extend(tokens[:-1])
+
     def _take_computed(self, work: Work, now: float, again: bool) -> None:
         """`again`: its last token is computed once more, because nothing could be sampled behind it."""
         sequence = work.sequence
@@ -146,14 +156,15 @@ class OpenSequences:
             self._counters.prefilled_tokens += work.count
         else:
             self._counters.decoded_tokens += not again
-        sequence.num_computed = work.start + work.count - again
+        sequence.num_computed = sequence.num_tokens if work.drafts else work.start + work.count - again
         self._tables.register(sequence)
         self._claims.register(sequence, now)
         if work.samples and work.is_prefill:
             self._tables.save(sequence)
 
-    def _append(self, sequence: Sequence, token: int, now: float) -> None:
-        update = SequenceUpdate(sequence.seq)
+    def _append(self, sequence: Sequence, result: int | list[int], now: float) -> None:
+        *accepted, token = result if isinstance(result, list) else [result]
+        update = SequenceUpdate(sequence.seq, accepted)
         if not sequence.num_generated:
             self.describe_start(sequence, update, now)
             if sequence.sampling.prompt_logprobs is not None:
@@ -164,6 +175,8 @@ class OpenSequences:
             return
         if token in sequence.end_ids:
             update.stop_id = token
+            if accepted and sampling.logprobs is not None:
+                update.logprobs = sequence.logprobs[: len(accepted)]
             self.finish(sequence, "stop", update)
             return
         sequence.tokens.append(token)

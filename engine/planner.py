@@ -14,13 +14,14 @@ Pure bookkeeping, no model and no clock. engine/scheduler.py makes a step of a p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.config import EngineSettings
 from engine.leases.claims import Claims
 from engine.protocol import LANES, MIN_TAIL_TOKENS, Lane
 from engine.queues import Queues, Turns
 from engine.sequence import Copy, Counters, Sequence, Status, Step, Work
+from engine.speculation import Drafter, RowCost, choose_drafts
 from engine.tables import BlockTables
 
 COPY_WAIT_S = 2.0
@@ -71,6 +72,7 @@ class Planner:
         self._batch_tokens = min(max(settings.batch_step_tokens, self._least_tokens), self._step_tokens)
         self._shared_tokens = min(max(SHARED_PREFILL_TOKENS, self._least_tokens), self._step_tokens)
         self._turns: dict[Lane, Turns] = {lane: Turns() for lane in LANES}
+        self._row_cost = RowCost() if settings.speculation == "prompt-lookup" else None
         self._batch_passed = 0  # steps in a row that the batch lane was not in
         self._waiting_since_s: float | None = None  # the head of a queue for copies, while nothing runs
 
@@ -91,7 +93,14 @@ class Planner:
             for lane in LANES:
                 if not plan.has_prefill:
                     self._plan_prefills(lane, plan)
+        if self._row_cost is not None:
+            self._plan_drafts(plan, self._row_cost)
         return plan
+
+    def learn(self, step: Step, seconds: float) -> None:
+        """A step took so long."""
+        if self._row_cost is not None and not step.forks and not any(work.is_prefill for work in step.work):
+            self._row_cost.add(step.num_rows, seconds)
 
     def _plan_queue(self, lane: Lane, plan: Plan) -> None:
         self._plan_decodes(lane, plan)
@@ -134,6 +143,39 @@ class Planner:
         self._tables.release(sequence)
         self._queues.put_back(sequence)
         self._counters.preemptions += 1
+
+    # -- drafts -------------------------------------------------------------------------------------------------------
+
+    def _plan_drafts(self, plan: Plan, cost: RowCost) -> None:
+        """What decodes may go on with, as far as it is worth its rows. Only sequences without a grammar draft: the mask
+        behind a draft is not known."""
+        decodes = [work for work in plan.work.values() if not work.is_prefill]
+        works = [work for work in decodes if work.sequence.matcher is None]
+        guesses = [self._guess(work.sequence) for work in works]
+        if not any(guess for guess, _ in guesses):
+            return
+        counts = choose_drafts([chances for _, chances in guesses], *cost.line(len(decodes)), len(decodes))
+        for work, (guess, _), count in zip(works, guesses, counts, strict=True):
+            if count and (count := self._room_ahead(work.sequence, count, plan)):
+                plan.work[work.sequence] = replace(work, drafts=tuple(guess[:count]))
+
+    def _guess(self, sequence: Sequence) -> tuple[list[int], list[float]]:
+        """What a sequence may go on with, and the chance of each token; another one is sampled behind them."""
+        left = sequence.sampling.max_tokens - sequence.num_generated - 1
+        if left < 1:
+            return [], []
+        drafter = sequence.drafter = sequence.drafter or Drafter()
+        guess = drafter.guess(sequence)[:left]
+        return guess, drafter.chances(len(guess))
+
+    def _room_ahead(self, sequence: Sequence, count: int, plan: Plan) -> int:
+        """Positions behind its last token, `count` at most, that its blocks have room for. It gets one more block for
+        them, which it will need soon, unless every sequence that runs could not have one then."""
+        room = len(sequence.block_table) * self._block_size - sequence.num_tokens
+        if count > room and self._tables.pool.available > self._queues.num_running:
+            plan.add_fresh(self._tables.grow(sequence, room + 1) or [])
+            room += self._block_size
+        return min(room, count)
 
     # -- forks --------------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from engine.protocol import (
     split_digests,
 )
 from engine.queues import Queues
-from engine.sequence import Counters, Sequence, Status, Step
+from engine.sequence import Counters, Result, Sequence, Status, Step
 from engine.tables import BlockTables
 from engine.tiers.tier import PurgeReport, Tier
 from engine.tiers.tiers import Tiers
@@ -267,11 +267,15 @@ class Scheduler:
         self.counters.copied_blocks += len(plan.copies)
         return plan.step()
 
-    def commit(self, step: Step, results: list[int | None], now: float) -> None:
+    def commit(self, step: Step, results: list[Result], now: float) -> None:
         """Takes the results of a step that succeeded, one for each work and fork: full blocks become findable, tokens
         are appended, sequences that are at their end are finished."""
         self.pool.policy.advance(now)
         self._sequences.take(step, results, now)
+
+    def learn(self, step: Step, seconds: float) -> None:
+        """A step took so long."""
+        self._planner.learn(step, seconds)
 
     def fail(self, step: Step, error: str) -> None:
         """The step did not succeed: its sequences end with an error, and nothing that it wrote becomes findable."""

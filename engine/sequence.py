@@ -16,6 +16,7 @@ from engine.protocol import Breakpoint, FinishReason, Lane, Sampling, TokenLogpr
 
 if TYPE_CHECKING:
     from engine.sampling.grammar_worker import Matcher
+    from engine.speculation import Drafter
 
 
 class Status(enum.Enum):
@@ -67,6 +68,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its second token, its third, ...
     finish: FinishReason | None = None
     origin: Origin = field(default_factory=Origin)  # of its blocks, for eviction
+    drafter: Drafter | None = None  # what it may go on with; from its second token on
 
     @property
     def num_tokens(self) -> int:
@@ -127,12 +129,25 @@ class Siblings:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One sequence's part of a step: compute tokens[start : start + count]; sample after the last one or not."""
+    """One sequence's part of a step: compute tokens[start : start + count]; sample after the last one or not.
+
+    drafts  what may come next, computed behind the sequence's last token and sampled after, too
+    """
 
     sequence: Sequence
     start: int
     count: int
     samples: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return self.count + len(self.drafts)
+
+    @property
+    def num_asked(self) -> int:
+        """Its last rows whose logits are wanted."""
+        return 1 + len(self.drafts)
 
     @property
     def is_prefill(self) -> bool:
@@ -161,8 +176,8 @@ class Step:
     unwanted: Callable[[], bool] | None = None  # asked while it is computed, whether to give it up; None: to its end
 
     @property
-    def num_tokens(self) -> int:
-        return sum(item.count for item in self.work)
+    def num_rows(self) -> int:
+        return sum(item.num_rows for item in self.work)
 
     @property
     def num_results(self) -> int:
@@ -173,10 +188,10 @@ class Step:
         """In the order of the results."""
         return [work.sequence for work in self.work] + self.forks
 
-    @property
-    def sampled(self) -> list[Sequence]:
-        """Those that sample, in the same order."""
-        return [work.sequence for work in self.work if work.samples] + self.forks
+
+Result = int | list[int] | None
+"""Of a work or fork: its token, or what stands in place of one; of a work with drafts those that are accepted and the
+token behind them; None where nothing is sampled."""
 
 
 class StepGivenUp(Exception):  # noqa: N818 - nothing went wrong
@@ -217,3 +232,5 @@ class Counters:
     cached_tokens: int = 0  # of those, reused
     prefilled_tokens: int = 0  # computed, recomputation after preemption included
     decoded_tokens: int = 0
+    drafted_tokens: int = 0  # computed and sampled beside the last tokens of sequences
+    accepted_tokens: int = 0  # of those, what was sampled; they are decoded tokens, too

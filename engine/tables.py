@@ -117,9 +117,10 @@ class BlockTables:
         sequence.prompt_logprobs = source.prompt_logprobs
         return fresh
 
-    def grow(self, sequence: Sequence) -> list[int] | None:
-        """Makes room for a sequence's next token. Returns the new blocks, often none; None when there are too few."""
-        missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+    def grow(self, sequence: Sequence, ahead: int = 0) -> list[int] | None:
+        """Makes room for a sequence's next token, and for so many behind it. Returns the new blocks, often none; None
+        when there are too few."""
+        missing = self.blocks_for(sequence.num_tokens + ahead) - len(sequence.block_table)
         fresh = self.pool.allocate(max(0, missing), _taker(sequence))
         sequence.block_table += fresh or []
         return fresh

@@ -62,9 +62,9 @@ class Cost:
         """FLOPs, and bytes to be read."""
         tokens = rows = pairs = keys = 0
         for item in step.work:
-            start, count = item.start, item.count
+            start, count = item.start, item.num_rows
             tokens += count
-            rows += item.samples
+            rows += item.samples * item.num_asked
             for window, layers in self.windows.items():
                 pairs += layers * _pairs(start, count, window)
                 keys += layers * (start + count if window is None else min(start + count, window + count - 1))

@@ -10,6 +10,7 @@ engine/compute/batch.py says which rows belong to which blocks, engine/compute/k
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -33,20 +34,24 @@ class StepAttention:
         self._slots = torch.from_numpy(batch.slots).to(cache.data.device)
         self._run = consecutive(batch.slots)
         self._spans = batch.spans
-        # Of the rows that a model is asked for, the last so many are not the last of a work.
+        # Of the rows that a model is asked for, the last so many are not among the last of a work.
         self.num_scored = len(batch.scored)
         self._attention: PagedAttention | ReferenceAttention | None = None  # made for the first layer
 
     @property
     def asks_every_row(self) -> bool:
-        """Whether every row of the step is the last one of its work: a step of decodes."""
-        return all(span.count == 1 for span in self._spans)
+        """Whether the logits of every row of the step are wanted: a step of decodes."""
+        return all(span.count == span.asked for span in self._spans)
 
-    def last_rows(self) -> StepAttention:
-        """The same step, where only the last row of each work asks: what a model's last layer needs."""
+    def asked_rows(self) -> StepAttention:
+        """The same step, where only rows whose logits are wanted ask: what a model's last layer needs."""
         other = object.__new__(StepAttention)
         vars(other).update(vars(self))
-        other._spans = [Span(row, 1, span.end - 1, span.table) for row, span in enumerate(self._spans)]
+        rows = accumulate((span.asked for span in self._spans), initial=0)
+        other._spans = [
+            Span(row, span.asked, span.end - span.asked, span.table, span.asked)
+            for row, span in zip(rows, self._spans, strict=False)
+        ]
         other._attention = None
         return other
 

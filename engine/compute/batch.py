@@ -23,6 +23,7 @@ class Span:
 
     row    first row of the batch
     count  rows
+    asked  the last ones, whose logits are wanted
     start  position of the first row in its sequence; the last row attends to positions 0 .. start + count - 1
     table  pool block of each logical block; covers start + count tokens
     """
@@ -31,6 +32,7 @@ class Span:
     count: int
     start: int
     table: list[int]
+    asked: int = 1
 
     @property
     def end(self) -> int:
@@ -44,14 +46,14 @@ class Batch:
     tokens     (num_tokens,)  int64  token ids
     positions  (num_tokens,)  int64  position of each token in its own sequence
     slots      (num_tokens,)  int64  slot that each token's keys and values go to: block * block_size + offset
-    last_rows  (num_work,)    int64  last row of each work
+    asked      (num_asked,)   int64  rows whose logits are wanted: the last of each work, before it where it has drafts
     scored     (num_scored,)  int64  rows whose next token is a prompt's whose log probability is wanted
     """
 
     tokens: Ints
     positions: Ints
     slots: Ints
-    last_rows: Ints
+    asked: Ints
     spans: list[Span]
     scored: Ints
 
@@ -62,11 +64,12 @@ class Batch:
 
 def make_batch(step: Step, block_size: int) -> Batch:
     """The arrays of a step. Copies what it takes from the sequences, which may grow as soon as this returns."""
-    tokens, positions, slots, last_rows = (np.empty(n, np.int64) for n in _sizes(step))
+    tokens, positions, slots = (np.empty(step.num_rows, np.int64) for _ in range(3))
     spans: list[Span] = []
+    asked: list[int] = []
     row = 0
-    for index, work in enumerate(step.work):
-        sequence, start, count = work.sequence, work.start, work.count
+    for work in step.work:
+        sequence, start, count = work.sequence, work.start, work.num_rows
         table = sequence.block_table
         if count == 1:
             tokens[row] = sequence.tokens[start]
@@ -74,13 +77,13 @@ def make_batch(step: Step, block_size: int) -> Batch:
             slots[row] = table[start // block_size] * block_size + start % block_size
         else:
             _fill_rows(work, block_size, tokens[row : row + count], positions[row : row + count], slots[row:])
-        spans.append(Span(row, count, start, table))
+        spans.append(Span(row, count, start, table, work.num_asked))
         row += count
-        last_rows[index] = row - 1
+        asked += range(row - work.num_asked, row)
     scored = [
         span.row + at - span.start for work, span in zip(step.work, spans, strict=True) for at in scored_positions(work)
     ]
-    return Batch(tokens, positions, slots, last_rows, spans, np.array(scored, np.int64))
+    return Batch(tokens, positions, slots, np.array(asked, np.int64), spans, np.array(scored, np.int64))
 
 
 def scored_positions(work: Work) -> range:
@@ -92,18 +95,14 @@ def scored_positions(work: Work) -> range:
     return range(first, max(first, min(work.start + work.count, sequence.num_prompt - 1)))
 
 
-def _sizes(step: Step) -> tuple[int, int, int, int]:
-    total = step.num_tokens
-    return total, total, total, len(step.work)
-
-
 def _fill_rows(work: Work, block_size: int, tokens: Ints, positions: Ints, slots: Ints) -> None:
-    start, end = work.start, work.start + work.count
-    tokens[:] = work.sequence.tokens[start:end]  # slicing an array copies: no view keeps it from growing
+    start, end = work.start, work.start + work.num_rows
+    known = work.sequence.tokens[start : start + work.count]  # slicing an array copies: no view keeps it from growing
+    tokens[: work.count], tokens[work.count :] = known, work.drafts
     positions[:] = np.arange(start, end)
     first = start // block_size
     blocks = np.array(work.sequence.block_table[first : (end - 1) // block_size + 1], np.int64)
-    slots[: work.count] = blocks[positions // block_size - first] * block_size + positions % block_size
+    slots[: end - start] = blocks[positions // block_size - first] * block_size + positions % block_size
 
 
 def run_start(table: list[int], num_blocks: int) -> int | None:

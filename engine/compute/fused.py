@@ -126,7 +126,7 @@ class FusedForward:
             attention.write(index, self._key_value(projected))
             every, ends = self._query(projected), rows[: len(rows) - attention.num_scored]
             query = every.index_select(0, ends)
-            answer = attention.last_rows().attend(index, query, self._scale, last.window).view(len(ends), -1)
+            answer = attention.asked_rows().attend(index, query, self._scale, last.window).view(len(ends), -1)
             if attention.num_scored:  # beside the others, whose numbers stay what they are without them
                 attended = attention.attend(index, every, self._scale, last.window).view(num_rows, -1)
                 answer = torch.cat((answer, attended.index_select(0, rows[len(ends) :])))

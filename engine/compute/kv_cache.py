@@ -97,6 +97,12 @@ class KVCache:
         else:
             by_block.index_fill_(1, torch.tensor(blocks, device=self.data.device), 0)
 
+    def zero_slots(self, table: Sequence[int], positions: range) -> None:
+        """Zeroes the slots of some positions of a sequence with this block table."""
+        size = self.block_size
+        slots = [table[at // size] * size + at % size for at in positions]
+        self.data.index_fill_(1, torch.tensor(slots, dtype=torch.int64, device=self.data.device), 0)
+
     def copy(self, copies: Sequence[Copy]) -> None:
         """The first slots of blocks, in all layers, into others, of which none is also a source."""
         pairs = [(one.source, one.target, slot) for one in copies for slot in range(one.count)]

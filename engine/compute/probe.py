@@ -124,9 +124,7 @@ def compare(
     for starts, ends in (((0, 0), CUTS), (CUTS, TEXT_LENGTHS)):
         work = [Work(s, a, b - a, samples=True) for s, a, b in zip(sequences, starts, ends, strict=True)]
         batch = make_batch(Step(work), BLOCK_SIZE)
-        tokens, positions, rows = (
-            torch.from_numpy(x).to(device) for x in (batch.tokens, batch.positions, batch.last_rows)
-        )
+        tokens, positions, rows = (torch.from_numpy(x).to(device) for x in (batch.tokens, batch.positions, batch.asked))
         logits = forward(tokens, positions, StepAttention(cache, batch), rows)
     if logits.shape != (len(texts), len(expected[0])):
         raise UnsupportedAttentionError(f"it returns logits of shape {tuple(logits.shape)} for {len(texts)} rows")

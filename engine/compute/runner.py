@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable
+from itertools import accumulate, islice
 
 import torch
 
@@ -23,7 +24,8 @@ from engine.config import ConfigError, EngineSettings
 from engine.protocol import Sampling
 from engine.sampling.grammar_worker import StepMasks
 from engine.sampling.sampler import Row, Sampler, highest, note_prompt_logprobs
-from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step, Work
+from engine.sequence import NOT_FINITE, ROW_FAILED, Result, Sequence, Step, Work
+from engine.speculation import accept
 from engine.utilisation import Utilisation
 
 LEAST_ROWS = 2  # oneDNN's fp32 kernel for a single row rounds otherwise than the one for two and more
@@ -54,18 +56,18 @@ class ModelRunner:
         self._step_masks = StepMasks(model.vocab_size)
         self._warm_up()
 
-    def run(self, step: Step) -> list[int | None]:
+    def run(self, step: Step) -> list[Result]:
         """Computes a step.
 
-        Returns one entry for each work of the step and then for each fork, in order: the sampled token id, or None for
-        work that does not sample. The row of logits behind a prompt is left with the siblings that want it
-        (Siblings.row), and forks sample from it. A work whose hidden state is not finite gets NOT_FINITE, whether it
-        samples or not: the loop fails that sequence and registers nothing that the step wrote for it. One whose
-        grammar allows nothing gets NO_TOKEN, one whose mask is late MASK_LATE. One whose token or log probabilities
-        cannot be found gets ROW_FAILED, and nothing of it is registered either. Any other exception fails the whole
-        step. Log probabilities that a sequence asks for are appended to its `logprobs`. Raises StepGivenUp once
-        `unwanted` says so, unless it is about to end: then only zeroing and copying are done, and slots that it would
-        have written may hold anything. However it ends, nothing of the step is computed any more.
+        Returns one entry for each work of the step and then for each fork, in order (engine.sequence.Result). The row
+        of logits behind a prompt is left with the siblings that want it (Siblings.row), and forks sample from it. A
+        work whose hidden state is not finite gets NOT_FINITE, whether it samples or not: the loop fails that sequence
+        and registers nothing that the step wrote for it. One whose grammar allows nothing gets NO_TOKEN, one whose mask
+        is late MASK_LATE. One whose token or log probabilities cannot be found gets ROW_FAILED, and nothing of it is
+        registered either. Any other exception fails the whole step. Log probabilities that a sequence asks for are
+        appended to its `logprobs`. Raises StepGivenUp once `unwanted` says so, unless it is about to end: then only
+        zeroing and copying are done, and slots that it would have written may hold anything. However it ends, nothing
+        of the step is computed any more.
         """
         self._set_threads()
         try:
@@ -88,31 +90,35 @@ class ModelRunner:
         with torch.inference_mode():
             return self.cache.find_not_finite(blocks)
 
-    def _run(self, step: Step) -> list[int | None]:
+    def _run(self, step: Step) -> list[Result]:
         if step.fresh_blocks:
             self.cache.zero(step.fresh_blocks)
         if step.copies:
             self.cache.copy(step.copies)
-        self._step_masks.begin(step.sampled)
-        failed = set[Sequence]()
-        results = self._sample(step, self._compute(step, failed) if step.work else step.forks[0].row[None][:0])
+        failed, works = set[Sequence](), [work for work in step.work if work.samples]
+        sampled = [Row(work.sequence, work.drafts[:count]) for work in works for count in range(work.num_asked)]
+        sampled += [Row(fork) for fork in step.forks]
+        self._step_masks.begin([row.sequence for row in sampled])
+        logits = self._compute(step, failed) if step.work else step.forks[0].row[None][:0]
+        results = self._sample(step, logits, sampled)
         if failed:
             results = [ROW_FAILED if s in failed else r for s, r in zip(step.sequences, results, strict=True)]
         return results
 
     def _compute(self, step: Step, failed: set[Sequence]) -> torch.Tensor:
-        """Logits of the last row of each work, (num_work, vocab_size). Those of scored rows are taken note of;
-        sequences for which that fails are added to `failed`."""
-        logits, num_works = self._forward(make_batch(step, self._block_size), step.unwanted), len(step.work)
-        if len(logits) > num_works:
-            failed |= note_prompt_logprobs(logits[num_works:], step)
-        return logits[:num_works]
+        """Logits of the batch's asked rows, (num_asked, vocab_size). Those of scored rows are taken note of; sequences
+        for which that fails are added to `failed`."""
+        batch = make_batch(step, self._block_size)
+        logits, num_asked = self._forward(batch, step.unwanted), len(batch.asked)
+        if len(logits) > num_asked:
+            failed |= note_prompt_logprobs(logits[num_asked:], step)
+        return logits[:num_asked]
 
     def _forward(self, batch: Batch, unwanted: Callable[[], bool] | None = None) -> torch.Tensor:
-        """Logits of the last row of each work, then of those that are scored, (num_work + num_scored, vocab_size)."""
+        """Logits of the asked rows, then of those that are scored, (num_asked + num_scored, vocab_size)."""
         device = self.model.device
         tokens, positions, rows = (
-            torch.from_numpy(values).to(device) for values in (batch.tokens, batch.positions, batch.last_rows)
+            torch.from_numpy(values).to(device) for values in (batch.tokens, batch.positions, batch.asked)
         )
         if len(batch.scored):
             rows = torch.cat((rows, torch.from_numpy(batch.scored).to(device)))
@@ -124,23 +130,38 @@ class ModelRunner:
                 tokens, positions = tokens.expand(LEAST_ROWS), positions.expand(LEAST_ROWS)
         return self.model.forward(tokens, positions, attention, rows)[:wanted]
 
-    def _sample(self, step: Step, logits: torch.Tensor) -> list[int | None]:
+    def _sample(self, step: Step, logits: torch.Tensor, sampled: list[Row]) -> list[Result]:
+        """logits (num_asked, vocab_size); `sampled` is what is sampled of works, and then of forks."""
         _keep_rows(step.work, logits)
-        samples, sampled = [index for index, item in enumerate(step.work) if item.samples], step.sampled
-        rows = logits if len(samples) == len(step.work) else logits[samples]
+        firsts = list(accumulate((work.num_asked for work in step.work), initial=0))
+        works = list(zip(step.work, firsts, strict=False))
+        samples = [row for work, first in works if work.samples for row in range(first, first + work.num_asked)]
+        rows = logits if len(samples) == len(logits) else logits[samples]
         if step.forks:
             rows = torch.cat((rows, torch.stack([fork.row for fork in step.forks])))
-        asked = [Row(sequence) for sequence in sampled]
-        chosen = self._sampler.choose(rows, asked, self._step_masks.take()) if asked else []
-        for row in asked:
-            if row.logprobs is not None:
-                row.sequence.logprobs.append(row.logprobs)
-        if len(samples) == len(step.work):
-            return list(chosen)
-        results = [None if finite else NOT_FINITE for finite in highest(logits)[1]]
-        for index, token in zip(samples, chosen, strict=False):
-            results[index] = token
-        return [*results, *chosen[len(samples) :]]
+        tokens = self._sampler.choose(rows, sampled, self._step_masks.take()) if sampled else []
+        chosen = iter(zip(sampled, tokens, strict=True))
+        finite = highest(logits)[1] if len(samples) < len(logits) else []
+        results: list[Result] = []
+        for work, first in works:
+            if work.samples:
+                results.append(self._accept(work, *zip(*islice(chosen, work.num_asked), strict=True)))
+            else:
+                results.append(None if finite[first] else NOT_FINITE)
+        for row, token in chosen:
+            _note_logprobs(row)
+            results.append(token)
+        return results
+
+    def _accept(self, work: Work, rows: tuple[Row, ...], tokens: tuple[int, ...]) -> Result:
+        """What was sampled of a work: in place of its drafts, as long as they are right, and behind them."""
+        accepted = accept(work.drafts, tokens)
+        for row in rows[: len(accepted)]:
+            _note_logprobs(row)
+        if NOT_FINITE in tokens[1:]:  # what is written behind the answer is masked out, and must be finite
+            start, end = work.start + work.count + len(accepted) - 1, work.start + work.num_rows
+            self.cache.zero_slots(work.sequence.block_table, range(start, end))
+        return accepted if work.drafts and accepted[0] >= 0 else accepted[0]
 
     def _warm_up(self) -> None:
         """One step of a few tokens, and one of a single token, in blocks that are zeroed before anyone uses them."""
@@ -172,9 +193,14 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def _note_logprobs(row: Row) -> None:
+    if row.logprobs is not None:
+        row.sequence.logprobs.append(row.logprobs)
+
+
 def _keep_rows(work: list[Work], logits: torch.Tensor) -> None:
     """The logits behind a prompt, for the siblings that have no token yet."""
-    for item, row in zip(work, logits, strict=True):
-        sequence = item.sequence
+    for item, first in zip(work, accumulate((item.num_asked for item in work), initial=0), strict=False):
+        sequence, row = item.sequence, logits[first]
         if sequence.siblings is not None and item.samples and not sequence.num_generated:
             sequence.siblings.row = row.clone() if sequence.siblings.row_wanted else None

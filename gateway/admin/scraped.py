@@ -88,6 +88,8 @@ forks_total | forks | Answers that forked from another answer to the same prompt
 steps_given_up_total | steps_given_up | Batch steps abandoned for online requests.
 preemptions_total | preemptions | Preempted sequences, which are computed again.
 copied_blocks_total | copied_blocks | Shared blocks copied when one of their answers wrote into them.
+drafted_tokens_total | drafted_tokens | Tokens computed ahead of an answer (engine.speculation).
+accepted_tokens_total | accepted_tokens | Of these, those that the answer went on with.
 busy_seconds_total | busy_s | Seconds in which an engine computed steps.
 [engines/{engine,model}/stats/utilisation/] engine_
 flops_total | flops | Floating-point operations that the model took.

@@ -119,7 +119,7 @@ def measure_scheduler(num_blocks: int, clock: Clock) -> None:
         scheduler.commit(step, results, 0.0)
         scheduler.take_updates()
         scheduler.load()
-        if step.num_tokens == len(step.work) == 64:
+        if step.num_rows == len(step.work) == 64:
             decodes += 1
             clock.rows.setdefault("schedule a step of 64 decodes, per step", [0.0, 0])[0] += middle - began
             clock.rows["schedule a step of 64 decodes, per step"][1] += 1

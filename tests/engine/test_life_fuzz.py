@@ -24,6 +24,7 @@ from engine.planner import MIN_TAIL_TOKENS
 from engine.pool.eviction import LeastRecentlyUsed
 from engine.pool.hit_density import HitDensity
 from engine.protocol import DIGEST_BYTES, HASHES, Lane, SequenceUpdate, split_digests
+from engine.sequence import Sequence
 from engine.tiers.disk_store import TEMPORARY_AGE_S
 from engine.tiers.tier import PAUSE_S
 from tests.fakes.life_bench import Folder, Killed, LifeBench, Whim, start
@@ -36,6 +37,7 @@ COMMANDS = 300
 REACHED = (
     *("steps", "given up", "forks", "forks of answers", "preemptions", "not_finite", "cached_tokens", "shared_tokens"),
     *("siblings", "siblings that fork", "copied blocks"),
+    *("drafts", "drafts that are right", "drafts that are wrong"),
     *("whole answers", "restarts", "adopted", "must survive", "interrupted copies", "killed copies"),
     "overdue copies",
     *("leases granted", "leases renewed", "leases degraded", "leases kept_again", "leases expired", "leases dropped"),
@@ -122,6 +124,8 @@ class Fuzz:
             eos_ids=(EOS,),
         )
         bench.aside = self.beside_a_step
+        if rng.random() < 0.7:
+            bench.scheduler._planner._guess = self.guess  # type: ignore[method-assign]
         self.seen[f"evicts by {type(bench.pool.policy).__name__}"] += 1
         return bench
 
@@ -281,6 +285,15 @@ class Fuzz:
         owner = self.rng.choice("pq")
         self.bench.scheduler.abort_owner(owner)
         self.aborted |= {seq for seq, asked in self.asked.items() if asked.owner == owner} - self.finished().keys()
+
+    def guess(self, sequence: Sequence) -> tuple[list[int], list[float]]:
+        """What comes next, until a guess is wrong."""
+        left = sequence.sampling.max_tokens - sequence.num_generated - 1
+        salt, count = self.bench.runner.model + sequence.salt, self.rng.randint(0, max(0, left))
+        found = choose_answer(salt, sequence.tokens, VOCAB, count, sequence.end_ids)
+        found = [token if self.rng.random() < 0.8 else (token + 1) % VOCAB or 1 for token in found]
+        found = [token if token not in sequence.end_ids else 1 for token in found]
+        return found, [1.0] * len(found)
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
@@ -556,6 +569,9 @@ class Fuzz:
         self.seen.update(not_finite=counters.not_finite, shared_tokens=counters.shared_tokens)
         self.seen["siblings that fork"] += counters.forks
         self.seen["copied blocks"] += counters.copied_blocks
+        self.seen["drafts"] += counters.drafted_tokens
+        self.seen["drafts that are right"] += counters.accepted_tokens
+        self.seen["drafts that are wrong"] += counters.drafted_tokens - counters.accepted_tokens
         names = ("granted", "renewed", "degraded", "kept_again", "expired", "dropped", "lost")
         self.seen.update({f"leases {name}": getattr(leases, name) for name in names})
         for tier in self.bench.tiers.tiers:

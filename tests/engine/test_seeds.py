@@ -56,7 +56,7 @@ def record_rows(bench: Bench) -> dict[tuple[int, int], bytes]:
 
     def spy(logits: Tensor, asked: list[Row], masks: Any = None) -> list[int]:
         for values, row in zip(logits, asked, strict=True):
-            rows[row.sequence.seq, row.sequence.num_tokens] = values.numpy().tobytes()
+            rows[row.sequence.seq, row.sequence.num_tokens + len(row.drafted)] = values.numpy().tobytes()
         return choose(logits, asked, masks)
 
     sampler.choose = spy  # type: ignore[method-assign]

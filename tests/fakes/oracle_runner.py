@@ -12,7 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.pool.blocks import BlockPool
-from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step, StepGivenUp, Work
+from engine.sequence import NOT_FINITE, ROW_FAILED, Result, Sequence, Step, StepGivenUp, Work
+from engine.speculation import accept
 
 GARBAGE = (-1, -1)
 """In a slot: numbers that nobody may ever read."""
@@ -67,7 +68,7 @@ class OracleRunner:
         self.prefixes = Prefixes()
         self.slots: dict[tuple[int, int], int | tuple[int, int]] = {}
 
-    def run(self, step: Step) -> list[int | None]:
+    def run(self, step: Step) -> list[Result]:
         assert step.num_results, "a step is never empty"
         prefilled = sum(work.count for work in step.work if work.count > 1)
         assert prefilled <= max(self.budget, 264), "the step is larger than the budget"
@@ -82,7 +83,8 @@ class OracleRunner:
         if step.unwanted is not None and step.unwanted():
             self._leave_garbage(step)
             raise StepGivenUp
-        results = [self._compute(work) for work in step.work] + [self._fork(fork) for fork in step.forks]
+        results = [self._compute(work) for work in step.work]
+        results += [self._fork(fork) for fork in step.forks]
         if self.fails:
             self.fails = False
             raise RuntimeError("the fake model fails")
@@ -95,7 +97,7 @@ class OracleRunner:
     def _leave_garbage(self, step: Step) -> None:
         """Where a step that is given up would have written. Nobody may read it."""
         for work in step.work:
-            for position in range(work.start, work.start + work.count):
+            for position in range(work.start, work.start + work.num_rows):
                 block = work.sequence.block_table[position // self.pool.block_size]
                 self.slots[block, position % self.pool.block_size] = GARBAGE
 
@@ -131,7 +133,7 @@ class OracleRunner:
         assert sequence.row == prefix, f"{self._who(sequence)} forks from the row of another prompt"
         return choose_token(self.model + sequence.salt, sequence.tokens, self.vocab)
 
-    def _compute(self, work: Work) -> int | None:
+    def _compute(self, work: Work) -> Result:
         sequence, size = work.sequence, self.pool.block_size
         end = work.start + work.count
         assert work.count >= 1
@@ -155,7 +157,32 @@ class OracleRunner:
             sequence.siblings.row = (GARBAGE if bad else prefix) if sequence.siblings.row_wanted else None
         if bad:
             return NOT_FINITE
+        if work.drafts:
+            return self._verify(work, prefix)
         return choose_token(self.model + sequence.salt, sequence.tokens, self.vocab) if work.samples else None
+
+    def _verify(self, work: Work, prefix: int | str) -> Result:
+        """What comes of drafts. Where they are wrong nobody may read what was written."""
+        sequence, size = work.sequence, self.pool.block_size
+        assert work.samples
+        assert sequence.num_generated
+        assert sequence.num_generated + len(work.drafts) < sequence.sampling.max_tokens, "drafts beyond the end"
+        assert not sequence.end_ids & set(work.drafts)
+        texts = [[*sequence.tokens, *work.drafts[:count]] for count in range(work.num_asked)]
+        drawn = [choose_token(self.model + sequence.salt, text, self.vocab) for text in texts]
+        if hash(prefix) % 5 == 0:  # a row behind the first one fails
+            drawn[-1] = ROW_FAILED
+        result = accept(work.drafts, drawn)
+        for number, token in enumerate(work.drafts):
+            position = work.start + work.count + number
+            block = sequence.block_table[position // size]
+            slot = (block, position % size)
+            assert not self.pool.is_registered(block), "a draft is written into a block that can be hit"
+            assert self.pool._refs[block] == 1, "a draft is written into a block that others hold"
+            assert self.slots.get(slot, GARBAGE) == GARBAGE, "a draft is written into a slot that is in use"
+            prefix = self.prefixes.next(prefix, token)
+            self.slots[slot] = prefix if number < len(result) - 1 and not self.fails else GARBAGE
+        return result if result[0] >= 0 else result[0]
 
     def _read(self, sequence: Sequence, end: int) -> int | str:
         """The sequence's prefix up to there, which its slots must hold."""

@@ -23,17 +23,20 @@ def test_every_token_gets_its_id_its_position_and_its_slot(data: st.DataObject) 
         table = [next(blocks) for _ in range(-(-length // size))]
         sequence = Sequence("", 0, tokens, length, [], Sampling(max_tokens=1), block_table=table)
         start = data.draw(st.integers(0, length - 1))
-        work.append(Work(sequence, start, data.draw(st.integers(1, length - start)), samples=True))
+        count = data.draw(st.integers(1, length - start))
+        drafts = tuple(tokens[start + data.draw(st.integers(1, count)) : start + count])  # yet to come
+        work.append(Work(sequence, start, count - len(drafts), samples=True, drafts=drafts))
     batch = make_batch(Step(work), size)
-    row = 0
+    row, asked = 0, batch.asked.tolist()
     for index, item in enumerate(work):
-        for position in range(item.start, item.start + item.count):
+        for position in range(item.start, item.start + item.num_rows):
             assert batch.tokens[row] == item.sequence.tokens[position]
             assert batch.positions[row] == position
             assert batch.slots[row] == item.sequence.block_table[position // size] * size + position % size
             row += 1
-        assert batch.last_rows[index] == row - 1
-        assert (batch.spans[index].row, batch.spans[index].end) == (row - item.count, item.start + item.count)
+        assert asked[: item.num_asked] == list(range(row - item.num_asked, row))
+        del asked[: item.num_asked]
+        assert (batch.spans[index].row, batch.spans[index].end) == (row - item.num_rows, item.start + item.num_rows)
     assert batch.num_tokens == row
 
 

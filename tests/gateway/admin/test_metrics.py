@@ -229,6 +229,8 @@ STATS = {
     "shared_waits": 2,
     "forks": 14,
     "copied_blocks": 13,
+    "drafted_tokens": 40,
+    "accepted_tokens": 30,
     "busy_s": 2.5,
     "utilisation": {
         "flops": 1e12,
@@ -275,6 +277,8 @@ async def test_an_engines_own_counters_are_shown() -> None:
         f"shared_waits_total{{{labels}}}": 2,
         f"forks_total{{{labels}}}": 14,
         f"copied_blocks_total{{{labels}}}": 13,
+        f"drafted_tokens_total{{{labels}}}": 40,
+        f"accepted_tokens_total{{{labels}}}": 30,
         f"busy_seconds_total{{{labels}}}": 2.5,
         f"flops_total{{{labels}}}": 1e12,
         f"read_bytes_total{{{labels}}}": 2e9,
