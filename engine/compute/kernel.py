@@ -1,4 +1,4 @@
-"""Compiles and loads attention.c with forward.c, and says which of its instruction sets this processor has.
+"""Compiles and loads attention.c with forward.c, and products.c; says which instruction sets this processor has.
 
 The system's C compiler makes the library once for a machine, with every instruction set in it. It is kept in the user's
 cache folder under a name made of the source and the compiler's flags, so a new version of the source is a new file.
@@ -29,6 +29,20 @@ FLAGS: Final = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-s
 COMPILE_S: Final = 120.0  # seconds that the compiler may take; 6 are usual
 VARIANTS: Final = ("plain", "neon", "avx2", "avx512", "avx512_bf16")  # of the source, in order; later ones are quicker
 _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}  # of caches, of the source
+
+
+PRODUCTS: Final = SOURCE.with_name("products.c")
+PRODUCT_VARIANTS: Final = ("plain", "neon", "neon_dot", "avx2", "avx2_vnni", "avx512_vnni")  # of that source
+
+
+class QuantizedBlocks(ctypes.Structure):
+    """weight_t of products.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("values", "scales", "minima", "bias")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "run", "group_runs")),
+        *((name, ctypes.c_int32) for name in ("bits", "variant")),
+    )
 
 
 class Item(ctypes.Structure):
@@ -93,6 +107,19 @@ def load_library() -> ctypes.CDLL | None:
 
 
 @functools.cache
+def load_products() -> ctypes.CDLL | None:
+    """The library of products.c, which is compiled when a model has quantised weights; None where it cannot be."""
+    try:
+        library = ctypes.CDLL(str(_compiled(default_folder(), PRODUCTS)))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        log.warning("products with quantised weights are computed with torch, which is much slower: %s", error)
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.kvasir_products.argtypes = (pointer, pointer, number, pointer, pointer, number, number, pointer)
+    return library
+
+
+@functools.cache
 def supported(dtype: torch.dtype, head_dim: int) -> tuple[int, ...]:
     """Variants that this processor can run on a cache, as indices of VARIANTS; empty without the library."""
     library, kind = load_library(), _KINDS.get(dtype)
@@ -127,12 +154,13 @@ def default_folder() -> Path:
     return Path.home() / ".cache" / "kvasir" / "native"
 
 
-def _compiled(folder: Path) -> Path:
-    """The library in `folder`, compiled if it is not there. Another process may do the same at the same time."""
+def _compiled(folder: Path, source: Path | None = None) -> Path:
+    """The library of a source in `folder`, compiled if it is not there. Others may do the same at the same time."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c")))
+    source = source or SOURCE
+    sources = b"".join(path.read_bytes() for path in sorted(source.parent.glob("*.c")))
     identity = hashlib.sha256(sources + " ".join(FLAGS).encode()).hexdigest()[:20]
-    library = folder / f"attention-{identity}.so"
+    library = folder / f"{source.stem}-{identity}.so"
     if library.is_file():
         return library
     if compiler is None:
@@ -141,7 +169,7 @@ def _compiled(folder: Path) -> Path:
     descriptor, made = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(descriptor)
     try:
-        command = [compiler, str(SOURCE), "-o", made, *FLAGS]
+        command = [compiler, str(source), "-o", made, *FLAGS]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)  # noqa: S603
         if ended.returncode:
             raise OSError(f"{compiler} failed: {ended.stderr.strip().splitlines()[:1]}")

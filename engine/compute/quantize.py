@@ -10,6 +10,9 @@ there is no compiler. The formats of llama.cpp's Q8_0, Q4_0, Q4_1, Q4_K and Q6_K
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -17,8 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.compute.kernel import PRODUCT_VARIANTS, QuantizedBlocks, find_parallel, load_products
+
+log = logging.getLogger(__name__)
+
 RUN: Final = 32  # inputs whose activations share a scale
+_BLOCK: Final = 16  # outputs that lie together in products.c
 _SLOW_FLOATS: Final = 16 << 20  # of inner products that the slow way holds at a time
+_NOTHING, _SWISH, _MULTIPLY, _ADD = range(4)  # what products.c does with a product
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,11 @@ class Quantized:
         """(out, in)"""
         out, width = self.values.shape
         return out, width * (8 // self.bits)
+
+    @property
+    def run(self) -> int:
+        """Inputs whose activations share a scale."""
+        return RUN if self.group == self.shape[1] else min(RUN, self.group)
 
     @property
     def nbytes(self) -> int:
@@ -110,14 +124,14 @@ def round_rows(rows: Tensor, run: int) -> tuple[Tensor, Tensor]:
     count, inputs = rows.shape
     parts = functional.pad(rows, (0, -inputs % run)).view(count, -(-inputs // run), run)
     most = parts.abs().amax(-1)
-    inverse = torch.where(most > 1e-30, 127 / most, 0)
+    inverse = torch.where(most > 1e-30, torch.full_like(most, 127) / most, 0)  # 127 / most is 127 * (1 / most) to torch
     return (parts * inverse[..., None]).round_(), most / 127
 
 
 def multiply_slowly(rows: Tensor, q: Quantized) -> Tensor:
     """float32 (num_rows, in) -> (num_rows, out): the definition of a product, bit for bit."""
     out, inputs = q.shape
-    run = min(RUN, q.group) if q.group != inputs else RUN
+    run = q.run
     weight = functional.pad(_numbers(q), (0, -inputs % run)).view(out, -1, run).permute(1, 2, 0)
     runs_of = -(-q.group // run)  # runs that share a scale
     answers = []
@@ -134,30 +148,117 @@ def multiply_slowly(rows: Tensor, q: Quantized) -> Tensor:
 
 
 class QuantizedWeight:
-    """A linear layer's quantised weight and its bias, with the interface of engine.compute.linear.PackedWeight."""
+    """A linear layer's quantised weight and its bias, with the interface of engine.compute.linear.PackedWeight.
 
-    __slots__ = ("_bias", "_weight", "in_features", "out_features")
+    Has them in the order of products.c, or as they are where that cannot be compiled.
+    """
 
-    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
+    __slots__ = ("_bias", "_blocks", "_held", "_library", "_weight", "in_features", "out_features")
+
+    def __init__(self, weight: Quantized, bias: Tensor | None, variant: int | None = None) -> None:
+        """Copied, the caller may free them. variant: of products.c, for tests."""
         self.out_features, self.in_features = weight.shape
-        self._weight = weight
-        self._bias = None if bias is None else bias.detach().float()
+        self._bias = None if bias is None else bias.detach().float().clone()
+        self._library = load_products()
+        if self._library is None:
+            self._weight = weight
+            return
+        self._held = values, scales, minima = _pack(weight)
+        run = weight.run
+        self._blocks = QuantizedBlocks(
+            values=values.data_ptr(),
+            scales=scales.data_ptr(),
+            minima=None if minima is None else minima.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            inputs=self.in_features,
+            outputs=self.out_features,
+            run=run,
+            group_runs=-(-weight.group // run),
+            bits=weight.bits,
+            variant=choose_variant() if variant is None else variant,
+        )
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows @ weight.T + bias"""
-        answer = multiply_slowly(rows.reshape(-1, self.in_features).float(), self._weight)
-        if self._bias is not None:
-            answer += self._bias
-        return answer.view(*rows.shape[:-1], self.out_features).to(rows.dtype)
+        return self._multiply(rows, _NOTHING)
 
     def swish(self, rows: Tensor) -> Tensor:
         """silu(rows @ weight.T + bias)"""
-        return functional.silu(self(rows))
+        return self._multiply(rows, _SWISH)
 
     def multiply(self, rows: Tensor, factor: Tensor) -> Tensor:
         """(rows @ weight.T + bias) * factor"""
-        return self(rows) * factor
+        return self._multiply(rows, _MULTIPLY, factor)
 
     def add(self, rows: Tensor, summand: Tensor) -> Tensor:
         """rows @ weight.T + bias + summand"""
-        return self(rows) + summand
+        return self._multiply(rows, _ADD, summand)
+
+    def _multiply(self, rows: Tensor, finish: int, other: Tensor | None = None) -> Tensor:
+        shape, dtype = (*rows.shape[:-1], self.out_features), rows.dtype
+        if dtype != torch.float32:
+            rows, other = rows.float(), None if other is None else other.float()
+        if self._library is None:
+            return self._slowly(rows.reshape(-1, self.in_features), finish, other).view(shape).to(dtype)
+        rows, out = rows.contiguous(), torch.empty(shape)
+        if other is not None:
+            other = other.contiguous()
+        failed = self._library.kvasir_products(
+            ctypes.addressof(self._blocks),
+            rows.data_ptr(),
+            rows.numel() // self.in_features,
+            out.data_ptr(),
+            None if other is None else other.data_ptr(),
+            finish,
+            torch.get_num_threads(),
+            find_parallel(),
+        )
+        if failed:
+            raise MemoryError("no memory for a product's rows")
+        return out if dtype == torch.float32 else out.to(dtype)
+
+    def _slowly(self, rows: Tensor, finish: int, other: Tensor | None) -> Tensor:
+        answer = multiply_slowly(rows, self._weight)
+        if self._bias is not None:
+            answer += self._bias
+        if other is None:
+            return functional.silu(answer) if finish == _SWISH else answer
+        other = other.reshape(answer.shape)
+        return answer * other if finish == _MULTIPLY else answer + other
+
+
+def _pack(q: Quantized) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values, scales and minima in the order of products.c: blocks of 16 outputs, four inputs of each together."""
+    out, inputs = q.shape
+    numbers = q.values.view(torch.uint8)
+    if q.bits == 4:
+        numbers = torch.stack((numbers & 15, numbers >> 4), -1).view(out, inputs)
+    numbers = functional.pad(numbers, (0, -inputs % q.run, 0, -out % _BLOCK))
+    quads = numbers.view(-1, _BLOCK, numbers.shape[1] // 4, 4).transpose(1, 2)
+    if q.bits == 4:
+        quads = quads[:, ::2] | quads[:, 1::2] << 4
+    scales, minima = _pack_side(q.scales), None if q.minima is None else _pack_side(q.minima)
+    return quads.clone(memory_format=torch.contiguous_format), scales, minima
+
+
+def _pack_side(side: Tensor) -> Tensor:
+    """(out, groups) -> (blocks, groups, 16)"""
+    filled = functional.pad(side, (0, 0, 0, -len(side) % _BLOCK)).view(-1, _BLOCK, side.shape[1])
+    return filled.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def choose_variant() -> int:
+    """The quickest instruction set of products.c that this processor has and that computes what is defined, as a small
+    product shows."""
+    library = load_products()
+    assert library is not None
+    generator = torch.Generator().manual_seed(5)
+    rows, weight = (torch.randn(count, 64, generator=generator) for count in (9, 17))
+    tried = [quantize(weight, 8), quantize(weight, 4)]
+    for variant in reversed(range(len(PRODUCT_VARIANTS))):
+        if library.kvasir_has_products(variant):
+            if all(torch.equal(QuantizedWeight(q, None, variant)(rows), multiply_slowly(rows, q)) for q in tried):
+                return variant
+            log.warning("products with %s are wrong here: others are computed", PRODUCT_VARIANTS[variant])
+    raise RuntimeError("products.c computes wrong numbers with every instruction set that is here")

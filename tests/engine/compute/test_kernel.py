@@ -112,10 +112,11 @@ def test_neon_computes_the_textbook_in_an_emulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", [kernel.SOURCE, kernel.PRODUCTS])
 @pytest.mark.parametrize("name", ["gcc", "clang", "aarch64-linux-gnu-gcc"])
-def test_all_instruction_sets_compile_without_a_warning(name: str, tmp_path: Path) -> None:
+def test_all_instruction_sets_compile_without_a_warning(name: str, source: Path, tmp_path: Path) -> None:
     flags = [flag for flag in kernel.FLAGS if flag not in ("-lm", "-shared")]
-    _run(_compiler(name), *flags, "-Wall", "-Wextra", "-Werror", "-c", kernel.SOURCE, "-o", tmp_path / "attention.o")
+    _run(_compiler(name), *flags, "-Wall", "-Wextra", "-Werror", "-c", source, "-o", tmp_path / "object.o")
 
 
 @pytest.fixture

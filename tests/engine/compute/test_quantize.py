@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional
 
-from engine.compute.quantize import Quantized, QuantizedWeight, dequantize, pack_nibbles, quantize
+from engine.compute import kernel
+from engine.compute.kernel import PRODUCT_VARIANTS, load_products
+from engine.compute.quantize import Quantized, QuantizedWeight, dequantize, multiply_slowly, pack_nibbles, quantize
 
 FORMS: list[tuple[Literal[8, 4], int | None]] = [(8, None), (8, 32), (8, 16), (4, 32), (4, 128), (4, None)]
 
@@ -75,3 +81,68 @@ def test_what_is_not_finite_does_not_become_finite(wrong: float) -> None:
     answer = QuantizedWeight(quantize(make_weight(8, 64), 8), None)(rows)
     assert answer[0].isfinite().all()
     assert not answer[1].isfinite().any()
+
+
+@pytest.mark.skipif(load_products() is None, reason="no C compiler")
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_every_instruction_set_computes_the_slow_twins_bits_and_a_row_is_the_same_alone(data: st.DataObject) -> None:
+    bits, group = data.draw(st.sampled_from(FORMS))
+    inputs = data.draw(st.sampled_from([32, 96, 1024] if group in (16, 32) else [128, 512] if group else [18, 70, 256]))
+    out = data.draw(st.sampled_from([1, 15, 16, 17, 48, 300]))
+    q = quantize(make_weight(out, inputs, data.draw(st.integers(0, 9))), bits, group)
+    if bits == 4 and data.draw(st.booleans()):
+        q = Quantized(4, q.values, q.scales, None, q.group)
+    if bits == 8:
+        q.values[0, :2] = -128  # not ours, but a file may have them
+    torch.manual_seed(data.draw(st.integers(0, 9)))
+    rows = torch.randn(data.draw(st.sampled_from([1, 8, 33, 515])), inputs)
+    first, count = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(1, 9))
+    rows[-1, :2] = torch.tensor([30.0, -30.0])
+    rows[0] *= data.draw(st.sampled_from([0, 1e-32, 1, 1e20]))
+    other, bias = torch.randn(len(rows), out), torch.randn(out) if data.draw(st.booleans()) else None
+    want = multiply_slowly(rows, q) + (0 if bias is None else bias)
+    library = load_products()
+    assert library is not None
+    for variant in filter(library.kvasir_has_products, range(len(PRODUCT_VARIANTS))):
+        weight = QuantizedWeight(q, bias, variant)
+        assert torch.equal(weight(rows), want), PRODUCT_VARIANTS[variant]
+        assert torch.equal(weight.multiply(rows, other), want * other)
+        assert torch.equal(weight.add(rows, other), want + other)
+        swished = weight.swish(rows)
+        torch.testing.assert_close(swished, functional.silu(want), atol=1e-6, rtol=1e-6)
+        assert torch.equal(weight.swish(rows[first : first + count]), swished[first : first + count])
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_no_bit(threads: int) -> None:
+    weight, rows = QuantizedWeight(quantize(make_weight(1024, 512), 8), None), torch.randn(300, 512)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = weight(rows)
+        torch.set_num_threads(threads)
+        assert torch.equal(weight(rows), alone)
+        assert torch.equal(weight(rows[7:8]), alone[7:8])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(kernel, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel.shutil, "which", lambda name: None)
+    kernel.load_products.cache_clear()
+    yield
+    kernel.load_products.cache_clear()
+
+
+def test_without_a_compiler_torch_computes_the_same(request: pytest.FixtureRequest) -> None:
+    q, rows, other = quantize(make_weight(48, 256), 4), torch.randn(2, 3, 256), torch.randn(2, 3, 48)
+    quick = QuantizedWeight(q, None)
+    request.getfixturevalue("no_library")
+    slow = QuantizedWeight(q, None)
+    assert torch.equal(slow(rows), quick(rows))
+    assert torch.equal(slow.add(rows, other), quick.add(rows, other))
+    assert torch.equal(slow.multiply(rows, other), quick.multiply(rows, other))
+    torch.testing.assert_close(slow.swish(rows), quick.swish(rows))
