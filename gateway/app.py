@@ -34,7 +34,15 @@ from gateway.api.gemini.content_store import ContentStore
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.routes import REPLAYS, USE, WARMING, build_app
 from gateway.api.warming import Warming
-from gateway.config import OtelSettings, Reloaded, ReplicaSettings, Settings, StoredResponseSettings, several_currencies
+from gateway.config import (
+    OtelSettings,
+    PodSettings,
+    Reloaded,
+    ReplicaSettings,
+    Settings,
+    StoredResponseSettings,
+    several_currencies,
+)
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.registry import Client, EngineFigures, Registry
 from gateway.errors import BadRequestError
@@ -60,6 +68,7 @@ from gateway.queues.batch.worker import Worker
 from gateway.queues.slots import SlotQueue
 from gateway.receipts import Receipts
 from gateway.replicas.fleet import Fleet
+from gateway.replicas.kubernetes import Discovery
 from gateway.replicas.secret import FleetSecret
 from gateway.replicas.warming import HotPrefixes, Warmer
 from gateway.responses.base import Mode
@@ -119,6 +128,7 @@ class Gateway:
     upstream_proxies: Mapping[str, str] = field(default_factory=dict)
     replica_keys: Mapping[str, str] = field(default_factory=dict)
     replica_variables: Mapping[str, str] = field(default_factory=dict)  # that have keys of replicas added at run time
+    cluster_url: str = ""  # of Kubernetes' API, where replicas are found there
     memory: MemoryIndex = field(default_factory=MemoryIndex)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)  # all workers of one gateway have the same
     draining: bool = False
@@ -157,7 +167,10 @@ class Gateway:
         self.presence = Presence(self.name, self._calls())
         self.secret = FleetSecret(settings.server.data_dir, self._calls())
         self.hot_prefixes = HotPrefixes()
-        configured = [self._server(one, self.replica_keys.get(one.name)) for one in settings.replicas]
+        servers = [one for one in settings.replicas if one.service is None]
+        configured = [self._server(one, self.replica_keys.get(one.name)) for one in servers]
+        services = [one for one in settings.replicas if one.service is not None]
+        self.discovery = Discovery(services, self.cluster_url, settings.kubernetes.account_dir)
         registry = self.registry
         self.fleet = Fleet(
             configured,
@@ -166,6 +179,7 @@ class Gateway:
             registry.detach,
             self._calls(),
             worth=lambda name: self.receipts.of(name).get("recent_tokens", 0.0),
+            pods=self.discovery.changes,
         )
         self.warmer = Warmer(
             self.hot_prefixes, lambda: self.fleet.replicas, lambda: self.queue.waiting, self.memory.prefix
@@ -395,11 +409,13 @@ class Gateway:
 
     def _added_server(self, one: ReplicaSettings) -> Server:
         """Raises BadRequestError."""
-        variable = one.api_key_env
-        if variable is not None and not variable.startswith(REPLICA_VARIABLES):
+        own, variable = isinstance(one, PodSettings), one.api_key_env
+        if not own and variable is not None and not variable.startswith(REPLICA_VARIABLES):
             why = f"variables that have keys of added replicas begin with {REPLICA_VARIABLES}"
             raise BadRequestError(f"Invalid 'api_key_env': {why}.", param="api_key_env", code="invalid_value")
         try:
+            if isinstance(one, PodSettings):
+                return self._server(one, self.replica_keys.get(one.entry))
             return self._server(one, _key("api_key_env", None, variable, self.replica_variables) or None)
         except ConfigError as error:
             raise BadRequestError(f"This gateway cannot use it: {error}.") from None
@@ -503,6 +519,16 @@ def upstream_keys(settings: Settings, environ: Mapping[str, str]) -> dict[str, s
         for one in settings.upstreams
     }
     return {name: key for name, key in found.items() if key}
+
+
+def cluster_url(settings: Settings, environ: Mapping[str, str]) -> str:
+    """Of Kubernetes' API; empty where no replica is a Service. Raises ConfigError outside of a cluster."""
+    if settings.kubernetes.url is not None or not any(one.service for one in settings.replicas):
+        return settings.kubernetes.url or ""
+    host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise ConfigError("replicas: outside of a cluster a URL k8s://... needs kubernetes.url, as https://host:6443")
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 def replica_keys(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from gateway import tasks
 from gateway.admin.sources import no_others
 from gateway.api.descriptors import Site, raise_limit
 from gateway.api.routes import ADMIN, LOG, RUNNER, WARMING, app_runner
-from gateway.app import REPLICA_VARIABLES, Gateway, replica_keys, upstream_keys, upstream_proxies
+from gateway.app import REPLICA_VARIABLES, Gateway, cluster_url, replica_keys, upstream_keys, upstream_proxies
 from gateway.config import Settings
 from gateway.engine_processes import EngineProcesses
 from gateway.engines.registry import Client
@@ -98,6 +98,7 @@ async def serve(
             proxies,
             replica_keys(settings, environ),
             {name: value for name, value in environ.items() if name.startswith(REPLICA_VARIABLES)},
+            cluster_url(settings, environ),
             total=no_others if parent is None else parent.total,
             name=uuid.uuid4().hex if parent is None else parent.place.name,
         )
@@ -123,6 +124,8 @@ async def serve(
         for url in settings.engines.urls:
             gateway.registry.add(url)
         gateway.attach_replicas()
+        gateway.discovery.start()
+        stack.push_async_callback(gateway.discovery.stop)
         await gateway.fleet.start()
         stack.push_async_callback(gateway.fleet.stop)
         gateway.warmer.start()

@@ -17,7 +17,7 @@ from gateway.config.apis import (
     LeaseSettings,
     StoredResponseSettings,
 )
-from gateway.config.replicas import ReplicaSettings
+from gateway.config.replicas import KubernetesSettings, ReplicaSettings
 from gateway.config.serving import (
     EnginesSettings,
     LogSettings,
@@ -85,6 +85,7 @@ class Settings(BaseModel):
     upstreams: tuple[UpstreamSettings, ...] = ()
     aliases: tuple[AliasSettings, ...] = ()
     replicas: tuple[ReplicaSettings, ...] = ()
+    kubernetes: KubernetesSettings = KubernetesSettings()
     warm: Annotated[tuple[WarmSettings, ...], Field(max_length=MAX_ENTRIES)] = ()
     redis: RedisSettings = RedisSettings()
     engines: EnginesSettings = EnginesSettings()

@@ -91,7 +91,7 @@ class Caller:
         elsewhere = status in (404, 405) or 300 <= status < 400
         if elsewhere:
             return self.error(f"{what} answered HTTP {status}; {self._is_it()}")
-        return self.error(f"{what} answered HTTP {status}; {_message(body)}", status)
+        return self.error(f"{what} answered HTTP {status}; {message_of(body)}", status)
 
     def _is_it(self) -> str:
         return f"is this the URL of a {NAMES[self._settings.kind]}?"
@@ -107,11 +107,19 @@ async def read_body(answer: aiohttp.ClientResponse) -> bytes | None:
     return bytes(body)
 
 
+async def read_most(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    """The body, cut off at the limit."""
+    body = bytearray()
+    while len(body) < limit_bytes and (chunk := await response.content.read(limit_bytes - len(body))):
+        body += chunk
+    return bytes(body)
+
+
 def _line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def _message(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     """Of an error's body, in one line."""
     try:
         value = orjson.loads(body)

@@ -1,11 +1,13 @@
-"""Which servers the fleet has, and which of them drain: those of [[replicas]], and those added while gateways run.
+"""Which servers the fleet has, and which of them drain: those of [[replicas]], pods that were found for it (pods.py),
+and those added while gateways run.
 
     draining  gets no new requests; running ones end
     removed   the same, and is forgotten when nothing runs there any more, or at once where that is forced
 
 With Redis a change reaches every gateway and worker within SYNC_S, and is there after a restart: they are a small hash,
 name -> change. A gateway that knows a change which Redis lost writes it again. A server of the settings stays as they
-have it: of a change with its name only `draining` counts. Without Redis changes are this gateway's, until it ends.
+have it, and a pod as the cluster has it: of a change with its name only `draining` counts. Without Redis changes are
+this gateway's, until it ends.
 Beside it lies, for a minute or two, what each gateway says that the servers' caches are worth.
 
 Knows servers as far as they are named, started, drained and stopped; joining.py has their life.
@@ -101,6 +103,7 @@ class Fleet:
         calls: RedisCalls | None,
         now: Callable[[], float] = time.time,
         worth: Callable[[str], float] = lambda _: 0.0,
+        pods: Callable[[], Mapping[str, Change]] = dict,
     ) -> None:
         """
         configured      those of the settings
@@ -108,11 +111,13 @@ class Fleet:
         attach, detach  the registry's: make a replica known, and start it; stop it
         calls           None without Redis
         worth           of a replica's cache to this gateway, in tokens
+        pods            what there is now in the cluster, asked every SYNC_S
         """
         self._configured = {one.settings.name for one in configured}
         self._servers: dict[str, Server[Any]] = {one.settings.name: one for one in configured}
         self._open, self._attach, self._detach = open_server, attach, detach
-        self._calls, self._now, self._worth = calls, now, worth
+        self._calls, self._now, self._worth, self._find_pods = calls, now, worth, pods
+        self._pods: Mapping[str, Change] = {}
         self._owner = uuid.uuid4().hex
         self._changes: dict[str, Change] = {}
         self.unusable: dict[str, str] = {}  # name of one that was added elsewhere -> why it is not used here
@@ -144,7 +149,7 @@ class Fleet:
             replica.url: {
                 "server": name,
                 "kind": server.settings.kind,
-                "configured": name in self._configured,
+                "configured": self._is_configured(name),
                 **replica.figures(),
             }
             for name, server in self._servers.items()
@@ -185,20 +190,22 @@ class Fleet:
         async with self._lock:
             await self._read()
             change = self._find(name)
-            if name in self._configured:
-                raise _refused(
-                    "name", f"{name} is one of the settings ([[replicas]], --replica): drain it, or remove it"
-                )
+            if self._is_configured(name):
+                raise _refused("name", f"{name} is one of the settings ([[replicas]], --replica): drain it")
             await self._write(name, replace(change, draining=True, removed=True, forced=force, at=self._now()))
             await self._settle()
 
     def _find(self, name: str) -> Change:
         change = self._changes.get(name)
-        if change is not None and (not change.removed or name in self._servers):
+        configured = self._is_configured(name)
+        if change is not None and (not change.removed or (name in self._servers and not configured)):
             return change
-        if name not in self._configured:
+        if not configured:
             raise NotFoundError(f"There is no replica {name}.")
         return Change(None)
+
+    def _is_configured(self, name: str) -> bool:
+        return name in self._configured or name in self._pods
 
     def _find_url(self, url: str) -> str | None:
         found = (name for name, server in self._servers.items() if server.settings.url.lower() == url.lower())
@@ -271,23 +278,37 @@ class Fleet:
         self._changes[name] = change
 
     async def _settle(self) -> None:
-        """Makes the servers what the changes say."""
-        self.unusable = {name: why for name, why in self.unusable.items() if not self._changes[name].removed}
-        for name, change in self._changes.items():
-            if change.settings is not None and not change.removed and name not in self._servers:
-                self._take_in(name, change.settings)
+        """Makes the servers what the changes and the cluster say."""
+        self._pods = {name: pod for name, pod in self._find_pods().items() if name not in self._configured}
+        decided = {name: self._decided(name) for name in [*self._changes, *self._pods]}
+        self.unusable = {
+            name: why for name, why in self.unusable.items() if name in decided and not decided[name].removed
+        }
         for name, server in list(self._servers.items()):
-            change = self._changes.get(name) or Change(None)
+            change = decided.get(name) or Change(None)
             own = name not in self._configured
             gone = own and (change.removed or change.settings != server.settings)
+            forced = change.forced or name in self._pods  # another pod has the name: what ran in the old one is lost
             server.drain(gone or change.draining)
-            if gone and (change.forced or not any(replica.in_flight for replica in server.replicas)):
+            if gone and (forced or not any(replica.in_flight for replica in server.replicas)):
                 del self._servers[name]
                 for replica in list(server.replicas):
                     await self._detach(replica)
                 log.info("replica %s is removed", name)
+                if change.settings is None and name in self._changes and not change.removed:  # of a pod, and drained
+                    with suppress(RedisDownError):
+                        await self._write(name, Change(None, removed=True, at=self._now()))
+        for name, change in decided.items():
+            if change.settings is not None and not change.removed and name not in self._servers:
+                self._take_in(name, change.settings)
+                if (taken := self._servers.get(name)) is not None:
+                    taken.drain(change.draining)
         if self._calls is None:
             self._changes = {name: change for name, change in self._changes.items() if not self._is_over(name, change)}
+
+    def _decided(self, name: str) -> Change:
+        change, pod = self._changes.get(name) or Change(None), self._pods.get(name)
+        return change if pod is None else replace(pod, draining=pod.draining or change.draining)
 
     def _is_over(self, name: str, change: Change) -> bool:
         return change.removed and name not in self._servers
@@ -301,7 +322,7 @@ class Fleet:
         except BadRequestError as error:
             if self.unusable.get(name) != error.message:
                 self.unusable[name] = error.message
-                log.warning("replica %s was added, and cannot be used by this gateway: %s", name, error.message)
+                log.warning("replica %s cannot be used by this gateway: %s", name, error.message)
             return
         self._servers[name] = server
         self._attach_all(server)
@@ -319,6 +340,8 @@ def _settings(table: Mapping[str, Any]) -> ReplicaSettings:
         first = error.errors(include_url=False)[0]
         param = ".".join(map(str, first["loc"])) or "replica"
         raise _refused(param, first["msg"].removeprefix("Value error, ")) from None
+    if settings.service is not None:
+        raise _refused("url", "a Service is found by gateways that have it in their settings")
     if settings.key is not None:
         raise _refused("key", "keys are not sent; name the environment variable that has it in api_key_env")
     return settings

@@ -276,7 +276,7 @@ def _hello(
     """What all gateways say of one rank in one lifetime of its server."""
     own = facts.block_size
     block_size = own if own and own % BLOCK_TOKENS and BLOCK_TOKENS % own else BLOCK_TOKENS
-    place = xxhash.xxh3_64_hexdigest(f"{settings.url} {rank} {facts.lifetime}".encode())
+    place = xxhash.xxh3_64_hexdigest(f"{settings.place} {rank} {facts.lifetime}".encode())
     weights = facts.root.rstrip("/").rsplit("/", 1)[-1]
     return Hello(
         incarnation=f"{settings.name}-{rank}-{place}",

@@ -24,7 +24,7 @@ from gateway.errors import DeadlineError, EngineFailedError, EngineLostError
 from gateway.propagation import Call as TracedCall
 from gateway.propagation import calling
 from gateway.replicas.base import Trust
-from gateway.replicas.calls import NAMES
+from gateway.replicas.calls import NAMES, read_most
 from gateway.replicas.load import RankLoad
 from gateway.replicas.prefix_leases import LeaseBudget
 from gateway.replicas.rendering import Rendering
@@ -336,11 +336,11 @@ class Replica:
             with calling(self.name, target.facts.kind, request.model) as traced, self._translated(joined):
                 response = flight.response = await self._send(joined, call, request, traced)
                 if response.status != 200:
-                    body = await _read(response, MAX_REFUSAL_BYTES)
+                    body = await read_most(response, MAX_REFUSAL_BYTES)
                     raise failure(target, response.status, body, request.constraint)
                 rendering.sent(prompt, request)
                 if call.whole:
-                    answer.feed(await _read(response, MAX_EVENT_BYTES))
+                    answer.feed(await read_most(response, MAX_EVENT_BYTES))
                 lines = EventLines()
                 while not answer.ended:
                     if (update := await self._next(response, lines, answer)) is not None:
@@ -418,14 +418,6 @@ class Replica:
         if traced is not None:
             traced.status = response.status
         return response
-
-
-async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
-    """The body, cut off at the limit."""
-    body = bytearray()
-    while len(body) < limit_bytes and (chunk := await response.content.read(limit_bytes - len(body))):
-        body += chunk
-    return bytes(body)
 
 
 def _merged(found: list[SequenceUpdate | None]) -> SequenceUpdate | None:

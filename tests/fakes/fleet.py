@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.config import ReplicaSettings
 from gateway.errors import BadRequestError
-from gateway.replicas.fleet import Fleet
+from gateway.replicas.fleet import Change, Fleet
 from gateway.storage.redis_calls import RedisCalls
 
 
@@ -42,6 +42,7 @@ class FakeGateway:
     calls: RedisCalls | None = None
     configured: tuple[str, ...] = ()
     clock: Callable[[], float] = lambda: 1e9
+    pods: Callable[[], Mapping[str, Change]] = dict
     refuses: str = ""  # why it can use none that is added
     attached: dict[str, FakeMember] = field(default_factory=dict)
     worth: dict[str, float] = field(default_factory=dict)  # of replicas' caches, to this gateway
@@ -49,7 +50,7 @@ class FakeGateway:
     def __post_init__(self) -> None:
         servers = [FakeServer(settings_of(name)) for name in self.configured]
         worth = lambda name: self.worth.get(name, 0.0)  # noqa: E731
-        self.fleet = Fleet(servers, self._open, self._attach, self._detach, self.calls, self.clock, worth)
+        self.fleet = Fleet(servers, self._open, self._attach, self._detach, self.calls, self.clock, worth, self.pods)
 
     def _open(self, settings: ReplicaSettings) -> FakeServer:
         if self.refuses:

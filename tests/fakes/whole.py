@@ -15,7 +15,7 @@ from aiohttp import web
 
 from engine.protocol import Submit, TokenizerFiles
 from gateway.api.routes import RUNNER, app_runner
-from gateway.app import Gateway
+from gateway.app import Gateway, cluster_url
 from gateway.config import LeaseSettings, ServerSettings, Settings
 from gateway.queues.batch.worker import Worker
 from gateway.storage.redis_calls import close, connect
@@ -69,7 +69,7 @@ async def whole(
         **(sections or {}),
     )
     redis = None if redis_url is None else connect(redis_url, redis_timeout_s)
-    gateway = Gateway(settings, redis, redis_url)
+    gateway = Gateway(settings, redis, redis_url, cluster_url=cluster_url(settings, {}))
     fakes = [
         FakeEngine(
             hello=make_hello(tokenizer=files.fingerprint(), vocab_size=hello.vocab_size), tokenizer=files, **behaviour

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
-import ipaddress
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -14,15 +12,13 @@ from pathlib import Path
 
 import aiohttp.connector
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from engine.config import ConfigError
 from gateway.app import upstream_proxies
 from gateway.config import Settings, UpstreamSettings
 from gateway.types import Tenant, UpstreamRequest
 from gateway.upstreams.connections import Connections, find_proxy, read_some
+from tests.fakes.certificates import certificate
 
 HTTPS, HTTP = "https://api.example.com/v1", "http://vllm.internal:8000/v1"
 
@@ -92,23 +88,6 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     writer.close()
     with contextlib.suppress(ConnectionError, ssl.SSLError):
         await writer.wait_closed()
-
-
-def certificate(folder: Path) -> Path:
-    """Of 127.0.0.1, signed by itself, with its key."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "upstream")])
-    day, address = datetime.timedelta(days=1), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    signed = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - day, now + day)
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    plain = serialization.NoEncryption()
-    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-    path = folder / "upstream.pem"
-    path.write_bytes(pem + signed.public_bytes(serialization.Encoding.PEM))
-    return path
 
 
 @asynccontextmanager
