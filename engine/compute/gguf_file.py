@@ -1,17 +1,19 @@
 """Reads models from GGUF files: weights that stay quantised as they are, the configuration, and where they may.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and the blocks of ggml-common.h. A block is a run of
-numbers with its scales; each kind below maps to `Quantized` without loss. transformers reads the tokeniser and most of
-the configuration; architectures other than Llama, Qwen2 and Qwen3 it reads whole, dequantised.
+numbers with its scales; each kind below maps to `Quantized` without loss. transformers reads the tokeniser, and
+architectures other than Llama, Qwen2 and Qwen3 as a whole, dequantised.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -20,7 +22,11 @@ from engine.compute.model_files import ModelError, first_line
 from engine.compute.quantize import Quantized
 from engine.compute.quantized_layers import Weight, assemble, take_rows
 
-ARCHITECTURES: Final = {"llama", "qwen2", "qwen3"}
+ARCHITECTURES: Final[dict[str, Any]] = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
 """That are read as they are. Mistral's files say `llama`."""
 
 _LAYER: Final = {
@@ -37,6 +43,8 @@ _LAYER: Final = {
     "ffn_down": "mlp.down_proj",
 }
 _OTHERS: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LENGTH: Final = struct.Struct("<Q")
+_ARRAY: Final = struct.Struct("<IQ")  # type and number of its elements
 _ROPE_FACTORS: Final = "rope_freqs.weight"
 _BROKEN: Final = (ValueError, LookupError, TypeError, OverflowError, MemoryError, OSError, struct.error)
 
@@ -53,19 +61,17 @@ def _floats(blocks: Tensor, start: int, dtype: torch.dtype = torch.float16) -> T
     return blocks[..., start : start + 2].contiguous().view(dtype)[..., 0].float()
 
 
-def _pairs(first: Tensor, second: Tensor) -> Tensor:
-    return first | second << 4
-
-
 def _halves(packed: Tensor) -> Tensor:
-    """Numbers of which the first half of a run is in the low nibbles and the second in the high ones, in pairs."""
-    low, high = packed & 15, packed >> 4
-    return torch.cat((_pairs(low[..., ::2], low[..., 1::2]), _pairs(high[..., ::2], high[..., 1::2])), -1)
+    """Numbers of which the first half of a run is in the low nibbles and the second in the high ones, in pairs. Two
+    bytes at a time: 0xdbca becomes 0xba, and 0xdc behind the other low ones."""
+    twos = packed.contiguous().view(torch.int16)
+    low, high = twos & 15 | twos >> 4 & 0xF0, twos >> 4 & 15 | twos >> 8 & 0xF0
+    return torch.cat((low.to(torch.uint8), high.to(torch.uint8)), -1)
 
 
 def _q8_0(blocks: Tensor) -> Quantized:
     """scale f16, 32 x int8"""
-    values = blocks[..., 2:].reshape(len(blocks), -1).view(torch.int8)
+    values = blocks.view(torch.int16)[..., 1:].flatten(1).view(torch.int8)  # two bytes at a time
     return Quantized(8, values, _floats(blocks, 0), None, 32)
 
 
@@ -120,16 +126,39 @@ KINDS: Final = {
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+@functools.cache
+def _reader() -> Any:
+    """The package's reader, made to pass over arrays: it takes 10 s for a vocabulary of 150,000."""
+    from gguf import GGUFReader, GGUFValueType
+
+    class Reader(GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            mapped: Any = memoryview(self.data.view(np.ndarray))  # type: ignore[arg-type]
+            (kind, count), end = _ARRAY.unpack_from(mapped, orig_offs), orig_offs + _ARRAY.size
+            if kind == GGUFValueType.STRING:
+                for _ in range(count):
+                    end += _LENGTH.size + _LENGTH.unpack_from(mapped, end)[0]
+            else:
+                end += count * np.dtype(self.gguf_scalar_to_np[GGUFValueType(kind)]).itemsize
+            if end > len(mapped):
+                raise ValueError("an array ends behind the file")
+            return end - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType(kind)]
+
+    return Reader
+
+
 class GGUFFile:
     """One model's file, its header read and checked. The rest is mapped, and read as it is needed."""
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError, in one line, for what is no GGUF, is cut short, or has blocks that cannot be read."""
-        from gguf import GGUFReader, dequantize
+        from gguf import dequantize
 
         self.path, self._dequantize = path, dequantize
         try:
-            reader = GGUFReader(path, "c")  # torch wants memory that it may write; nothing does
+            reader = _reader()(path, "c")  # torch wants memory that it may write; nothing does
         except _BROKEN as error:
             raise ModelError(f"{path}: cannot be read as GGUF, or is cut short: {first_line(error)}") from None
         self._tensors = {one.name: one for one in reader.tensors}
@@ -148,30 +177,57 @@ class GGUFFile:
         return default if field is None else field.contents()
 
     def read_config(self) -> Any:
-        """transformers' configuration. Raises ModelError for an architecture that it does not know."""
+        """transformers' configuration. Raises ModelError for an architecture that it does not know, and for metadata
+        that are missing."""
+        ids = [self.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+        tokens = {
+            "eos_token_id": [one for one in ids if one is not None] or None,
+            "bos_token_id": self.get("tokenizer.ggml.bos_token_id"),
+            "pad_token_id": self.get("tokenizer.ggml.padding_token_id"),
+        }
         try:
+            if self.architecture in ARCHITECTURES:
+                return ARCHITECTURES[self.architecture](**self._settings(), **tokens)
             config = transformers.AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
         except (*_BROKEN, ImportError, AttributeError) as error:
             raise ModelError(f"{self.path}: architecture {self.architecture!r}: {first_line(error)}") from None
-        ids = [self.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-        config.eos_token_id = [one for one in ids if one is not None] or None
-        config.pad_token_id = self.get("tokenizer.ggml.padding_token_id")  # not that of another vocabulary
-        if self.architecture not in ARCHITECTURES:
-            return config
-        config.dtype = torch.float32  # what is not quantised
-        if hasattr(config, "attention_bias"):
-            config.attention_bias = "blk.0.attn_q.bias" in self._tensors
-        if head_dim := self.get(f"{self.architecture}.attention.key_length"):
-            config.head_dim = head_dim
-        kind = self.get(f"{self.architecture}.rope.scaling.type", "none")
-        if kind in ("linear", "yarn"):
-            names = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
-            given = {name: self.get(f"{self.architecture}.rope.scaling.{key}") for key, name in names.items()}
-            said = {name: value for name, value in given.items() if value is not None}
-            config.rope_parameters = {**config.rope_parameters, "rope_type": kind, **said}
-        elif kind != "none":
-            raise ModelError(f"{self.path}: positions are scaled by {kind!r}, which is not implemented")
+        for name, value in tokens.items():
+            setattr(config, name, value)
         return config
+
+    def _settings(self) -> dict[str, Any]:
+        """Of the configuration of one of ARCHITECTURES. Raises KeyError when one is missing."""
+
+        def say(key: str, default: Any = None) -> Any:
+            value = self.get(f"{self.architecture}.{key}", default)
+            if value is None:
+                raise ValueError(f"{self.architecture}.{key} is missing")
+            return value
+
+        heads, width = say("attention.head_count"), say("embedding_length")
+        rope = {"rope_type": "default", "rope_theta": say("rope.freq_base", 10000.0)}
+        kind = say("rope.scaling.type", "none")
+        if kind not in ("none", "linear", "yarn"):
+            raise ValueError(f"positions are scaled by {kind!r}, which is not implemented")
+        if kind != "none":
+            rope |= {"rope_type": kind, "factor": say("rope.scaling.factor")}
+            if kind == "yarn":
+                rope["original_max_position_embeddings"] = say("rope.scaling.original_context_length")
+        return {
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "hidden_size": width,
+            "intermediate_size": say("feed_forward_length"),
+            "num_hidden_layers": say("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": say("attention.head_count_kv", heads),
+            "head_dim": say("attention.key_length", width // heads),
+            "max_position_embeddings": say("context_length"),
+            "rms_norm_eps": say("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": rope,
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "dtype": torch.float32,  # what is not quantised
+        }
 
     def weight_bytes(self, number_bytes: float) -> int:
         """Of memory for its weights, when a number that is not kept quantised takes `number_bytes`."""

@@ -95,6 +95,7 @@ def write_gguf(
     head_dim = module.model.layers[0].self_attn.head_dim
     writer.add_rope_dimension_count(head_dim)
     writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     _add_tokenizer(writer, config.vocab_size)
     for key, value in (metadata or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_float32)(key.format(name), value)
