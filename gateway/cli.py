@@ -40,7 +40,7 @@ CONFIG_VARIABLE = "KVASIR_CONFIG"
 NO_SETTINGS = (CONFIG_VARIABLE, URL_VARIABLE, KEY_VARIABLE)
 """Variables of the commands themselves; the last two are often set for clients in the shell that starts a server."""
 
-ENGINE_MODULES = ("torch", "transformers", "safetensors", "gguf")
+ENGINE_MODULES = ("numpy", "torch", "transformers", "safetensors", "gguf")
 """What the extra `engine` brings."""
 
 INTERRUPTED_EXIT = 130
@@ -124,7 +124,7 @@ def guarded(command: str, work: Callable[[], int]) -> int:
             raise
         print(  # noqa: T201
             f"kvasir {command}: an engine needs {error.name}, which is not installed; "
-            f"`pip install -e '.[engine]'` in the repository brings it, and `kvasir gateway` does without",
+            "`pip install 'kvasir[engine]'` brings it, and `kvasir gateway` does without",
             file=sys.stderr,
         )
         return BAD_SETTING_EXIT

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,14 @@ class Server:
     Every request reaches an engine, unless the flags or the config say something of the response cache.
     """
 
-    def __init__(self, data_dir: Path, *flags: str, command: str = "serve", config: str | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *flags: str,
+        command: str = "serve",
+        config: str | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "gateway.cli"),
+    ) -> None:
         self.lines: list[str] = []
         self.block_tokens = 16  # of its engines' caches
         self.has_replicas = False
@@ -42,9 +49,7 @@ class Server:
         if "response_cache" not in (config or "") and not any("response-cache" in flag for flag in flags):
             self._environ["KVASIR_RESPONSE_CACHE_MODE"] = "off"
         self._arguments = [
-            sys.executable,
-            "-m",
-            "gateway.cli",
+            *program,
             command,
             "--port",
             "0",

@@ -86,7 +86,7 @@ def test_an_engine_without_torch_says_what_to_install(
     monkeypatch.setattr("os.environ", {**os.environ})  # what the command sets there is not for other tests
     assert cli.main(["engine"]) == 2
     shown = capsys.readouterr().err
-    assert "pip install -e '.[engine]'" in shown
+    assert "pip install 'kvasir[engine]'" in shown
     assert "Traceback" not in shown
 
 
