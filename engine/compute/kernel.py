@@ -128,6 +128,12 @@ def supported(dtype: torch.dtype, head_dim: int) -> tuple[int, ...]:
     return tuple(number for number in range(len(VARIANTS)) if library.kvasir_supports(number, kind, head_dim))
 
 
+def describe(dtype: torch.dtype, head_dim: int) -> str:
+    """What computes on such a cache here, in words."""
+    variants = supported(dtype, head_dim)
+    return f"C kernels for {VARIANTS[variants[-1]]}" if variants else "torch"
+
+
 def kind_of(dtype: torch.dtype) -> int:
     return _KINDS[dtype]
 
