@@ -241,7 +241,7 @@ def make_loop(
     from engine.tiers.storage import build_tiers
 
     num_blocks, block_size = hello.num_blocks, hello.namespace.block_size
-    policy = HitDensity(num_blocks) if settings.eviction == "hit-density" else None
+    policy = HitDensity(num_blocks, block_size) if settings.eviction == "hit-density" else None
     pool = BlockPool(num_blocks, block_size, policy)
     grammars = GrammarPool(
         tokenizer.tokenizer_json,

@@ -156,6 +156,7 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back. What was registered can be found until it is evicted, and longer below."""
         self.save(sequence)
+        sequence.origin.output_tokens = sequence.num_generated
         chain = self._chains.pop(sequence)
         self.pool.release(sequence.block_table)
         if chain.lent and chain.tip is not None:
@@ -200,6 +201,7 @@ class BlockTables:
 
     def _introduce(self, sequence: Sequence, reused: list[int]) -> None:
         """Tells the eviction policy of a request."""
+        sequence.origin.prompt_tokens = sequence.num_prompt
         self.pool.policy.begin(sequence.origin, reused, sequence.digests)
 
     def _move_tip(self, chain: _Chain, tip: int, *, lent: bool) -> None:

@@ -15,14 +15,25 @@ from typing import Protocol
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """The request that makes or reuses blocks, for the policy. One object for all its blocks.
+    """The request that makes or reuses blocks, as far as eviction wants to know it. One object for all its blocks.
 
-    turn      of its conversation, from 1; 0 before `begin`
-    unstored  blocks of its prompt that are still to be stored; negative once its answer is
+    output_tokens  None until the request has ended; set before its blocks are released
+
+    The rest belongs to the policy:
+    turn           of its conversation, from 1; 0 before `begin`
+    new_tokens     prompt tokens that no earlier request had
+    unstored       blocks of its prompt that are still to be stored; negative once its answer is
+    number         class of its blocks, for an answer of numbered_output tokens; -1 before it was looked up
     """
 
+    prompt_tokens: int = 0
+    output_tokens: int | None = None
+
     turn: int = 0
+    new_tokens: int = 0
     unstored: int = 0
+    number: int = -1
+    numbered_output: int | None = None
 
 
 class EvictionPolicy(Protocol):
@@ -66,20 +77,22 @@ class EvictionPolicy(Protocol):
 class LeastRecentlyUsed:
     """The leaf that was used longest ago goes first, whatever the requests say.
 
-    A heap of uses with lazy deletion: one counts only while its block is a candidate and was not touched since. A
-    parent that becomes a leaf enters with its own time of use, not with the time at which its child went, so prefixes
-    go whole, one after the other, instead of every prefix losing its tail in turn.
+    A heap of (time of last use, block) with lazy deletion: an entry counts only while its block is a candidate and
+    was not touched since. A parent that becomes a leaf enters with its own time of use, not with the time at which
+    its child went, so prefixes go whole, one after the other, instead of every prefix losing its tail in turn.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._uses = [(0.0, 0, block) for block in range(num_blocks)]  # the caller's second, which use it was, block
+        self._used = [0] * num_blocks  # logical time of the last use
+        self._used_s = [0.0] * num_blocks  # and the caller's
         self._now = 0.0
-        self._num_uses = 0
         self._candidate = bytearray(num_blocks)
-        self._heap: list[tuple[float, int, int]] = []
+        self._heap: list[tuple[int, int]] = []
+        self._clock = 0
         self._size = 0
 
     def advance(self, now: float) -> None:
+        """The order of use decides; the time is for `oldest_s`."""
         self._now = now
 
     def begin(self, origin: Origin, reused: Sequence[int], digests: Sequence[bytes]) -> None:
@@ -89,31 +102,28 @@ class LeastRecentlyUsed:
         """The time of use comes with `touch`."""
 
     def touch(self, block: int) -> None:
-        self._use(block, self._now)
-
-    def _use(self, block: int, at_s: float) -> None:
-        self._num_uses += 1
-        self._uses[block] = (at_s, self._num_uses, block)
+        self._clock += 1
+        self._used[block] = self._clock
+        self._used_s[block] = self._now
 
     def add(self, block: int) -> None:
         assert not self._candidate[block], f"block {block} is a candidate already"
         self._candidate[block] = 1
         self._size += 1
-        heapq.heappush(self._heap, self._uses[block])
+        heapq.heappush(self._heap, (self._used[block], block))
 
     def discard(self, block: int) -> None:
         assert self._candidate[block], f"block {block} is not a candidate"
         self._candidate[block] = 0
         self._size -= 1
         if len(self._heap) > 2 * self._size + 64:
-            self._heap = [self._uses[b] for b in {b for *_, b in self._heap} if self._candidate[b]]
+            self._heap = [(self._used[b], b) for b in {b for _, b in self._heap} if self._candidate[b]]
             heapq.heapify(self._heap)
 
     def pop(self) -> int:
         while True:
-            use = heapq.heappop(self._heap)
-            block = use[2]
-            if self._candidate[block] and self._uses[block] is use:
+            used, block = heapq.heappop(self._heap)
+            if self._candidate[block] and self._used[block] == used:
                 self._candidate[block] = 0
                 self._size -= 1
                 return block
@@ -121,9 +131,9 @@ class LeastRecentlyUsed:
     def oldest_s(self) -> float | None:
         """When the next victim was used last, as `advance` said; None when there is no victim. O(1), amortised."""
         while self._heap:
-            use = self._heap[0]
-            if self._candidate[use[2]] and self._uses[use[2]] is use:
-                return use[0]
+            used, block = self._heap[0]
+            if self._candidate[block] and self._used[block] == used:
+                return self._used_s[block]
             heapq.heappop(self._heap)
         return None
 

@@ -52,7 +52,7 @@ class Clock:
 
 
 def measure_pool(num_blocks: int, prompt_blocks: int, eviction: str, clock: Clock) -> BlockPool:
-    policy = HitDensity(num_blocks) if eviction == "hit-density" else None
+    policy = HitDensity(num_blocks, SIZE) if eviction == "hit-density" else None
     pool, rng = BlockPool(num_blocks, SIZE, policy), random.Random(0)
     stored: list[tuple[bytes, list[bytes]]] = []
     root = NAMESPACE.root()
@@ -60,7 +60,7 @@ def measure_pool(num_blocks: int, prompt_blocks: int, eviction: str, clock: Cloc
         full = "evicting" if pool.num_free < prompt_blocks else "free blocks"
         tokens = array("I", [rng.randrange(50_000) for _ in range(prompt_blocks * SIZE)]).tobytes()
         digests = split_digests(chain_digests(root, tokens, SIZE))
-        origin = Origin()
+        origin = Origin(prompt_tokens=prompt_blocks * SIZE)
         clock.time("advance the time, per prompt", 1, partial(pool.policy.advance, float(turn)))
         clock.time("begin", prompt_blocks, partial(pool.policy.begin, origin, [], digests))
         table = clock.time(f"allocate a run, {full}", prompt_blocks, partial(pool.allocate, prompt_blocks))
@@ -75,13 +75,14 @@ def measure_pool(num_blocks: int, prompt_blocks: int, eviction: str, clock: Cloc
                 parent = pool.register(block, parent, "", digests[index], content, origin)
 
         clock.time("register", prompt_blocks, register)
+        origin.output_tokens = turn % 500
         clock.time("release", prompt_blocks, partial(pool.release, table))
         stored.append((tokens, digests))
         if turn % 4 == 3:
             tokens, digests = stored[-2]
             hit = clock.time("find_prefix, hit", prompt_blocks, partial(pool.prefixes.find, "", tokens, digests))
             assert isinstance(hit, list)
-            clock.time("begin", len(hit) or 1, partial(pool.policy.begin, Origin(), hit, digests))
+            clock.time("begin", len(hit) or 1, partial(pool.policy.begin, Origin(prompt_tokens=1), hit, digests))
             clock.time("acquire", len(hit) or 1, partial(pool.acquire, hit))
             clock.time("release", len(hit) or 1, partial(pool.release, hit))
         clock.time("take_events", prompt_blocks, pool.prefixes.take_events)

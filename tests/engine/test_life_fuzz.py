@@ -96,7 +96,9 @@ class Fuzz:
         self.kept: set[Lease] = set()
         self.excuses = 0
         share, tenant_share = self.shares
-        policy = rng.choice([LeastRecentlyUsed, HitDensity, lambda blocks: Whim(blocks, rng)])
+        policy = rng.choice(
+            [LeastRecentlyUsed, lambda blocks: HitDensity(blocks, SIZE), lambda blocks: Whim(blocks, rng)]
+        )
         bench = start(
             self.folder,
             self.prefixes,

@@ -15,6 +15,7 @@ class Notes(LeastRecentlyUsed):
         super().__init__(num_blocks)
         self.begun: list[tuple[Origin, int, int]] = []  # blocks reused, blocks of the prompt
         self.stored: dict[int, Origin | None] = {}
+        self.touched: list[tuple[int, int | None]] = []  # block, the answer's length as known then
         self.times: list[float] = []
 
     def advance(self, now: float) -> None:
@@ -26,15 +27,23 @@ class Notes(LeastRecentlyUsed):
     def store(self, block: int, parent: int, digest: bytes, origin: Origin | None) -> None:
         self.stored[block] = origin
 
+    def touch(self, block: int) -> None:
+        super().touch(block)
+        origin = self.stored[block]
+        self.touched.append((block, origin.output_tokens if origin else -1))
 
-def test_a_request_is_introduced_before_it_stores() -> None:
+
+def test_a_request_is_introduced_before_it_stores_and_its_answer_is_known_when_it_lets_go() -> None:
     notes = Notes(64)
     bench = make(policy=notes)
     bench.submit(1, prompt(5 * SIZE), max_tokens=2 * SIZE)
     bench.finish()
     ((origin, reused, total),) = notes.begun
-    assert (reused, total) == (0, 5)
+    assert (origin.prompt_tokens, reused, total) == (5 * SIZE, 0, 5)
+    assert origin.output_tokens == len(bench.answer(1))
     assert {id(each) for each in notes.stored.values()} == {id(origin)}
+    assert notes.touched
+    assert all(known == origin.output_tokens for _, known in notes.touched)
 
 
 def test_what_a_later_request_reuses_is_told_with_its_own_origin() -> None:

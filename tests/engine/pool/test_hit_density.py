@@ -1,9 +1,11 @@
-"""What hit density knows of a block: turns, heads, and that a conversation is known again after eviction."""
+"""What hit density knows of a block: turns, heads, and that it is remembered after eviction."""
 
 from __future__ import annotations
 
 from engine.pool.eviction import Origin
-from engine.pool.hit_density import MAX_TIPS, MOST_TURNS, TURN_S, HitDensity
+from engine.pool.hit_density import MAX_TIPS, HitDensity
+
+SIZE = 16
 
 
 def digest_of(number: int) -> bytes:
@@ -14,12 +16,12 @@ class Driver:
     """Stores and releases prompts, as a pool that has room for everything does."""
 
     def __init__(self, num_blocks: int = 200) -> None:
-        self.policy = HitDensity(num_blocks)
+        self.policy = HitDensity(num_blocks, SIZE)
         self.blocks: dict[int, int] = {}  # number of a block -> its place
 
-    def ask(self, path: list[int], now: float = 0.0, *, answer: tuple[int, ...] = ()) -> Origin:
+    def ask(self, path: list[int], now: float = 0.0, *, answer: tuple[int, ...] = (), **known: object) -> Origin:
         """A request for a prompt of full blocks, the number of each of which names everything before it too."""
-        origin = Origin()
+        origin = Origin(prompt_tokens=len(path) * SIZE, **known)  # type: ignore[arg-type]
         reused = [self.blocks[number] for number in path if number in self.blocks]
         self.policy.advance(now)
         self.policy.begin(origin, reused, [digest_of(number) for number in path])
@@ -29,6 +31,7 @@ class Driver:
                 self.blocks[number] = len(self.blocks)
                 self.policy.store(self.blocks[number], parent, digest_of(number), origin)
             parent = self.blocks[number]
+        origin.output_tokens = origin.output_tokens or 0
         for number in reversed((*path, *answer)):
             self.policy.touch(self.blocks[number])
         return origin
@@ -37,14 +40,15 @@ class Driver:
         for number in numbers:
             del self.blocks[number]
 
-    def counts_until_s(self, number: int) -> float:
-        return self.policy._uses[self.blocks[number]][0]
+    def class_of(self, number: int) -> int:
+        return self.policy._class[self.blocks[number]]
 
 
 def test_a_turn_is_one_more_than_that_of_the_blocks_it_goes_on_from() -> None:
     driver = Driver()
     assert driver.ask([1, 2]).turn == 1
-    assert driver.ask([1, 2, 3, 4]).turn == 2
+    second = driver.ask([1, 2, 3, 4])
+    assert (second.turn, second.new_tokens) == (2, 2 * SIZE)
     assert driver.ask([1, 2, 3, 4, 5]).turn == 3
     assert driver.ask([8, 9]).turn == 1
 
@@ -53,7 +57,8 @@ def test_a_conversation_is_known_again_after_its_blocks_were_evicted() -> None:
     driver = Driver()
     driver.ask([1, 2, 3])
     driver.evict(1, 2, 3)
-    assert driver.ask([1, 2, 3, 4]).turn == 2
+    again = driver.ask([1, 2, 3, 4])
+    assert (again.turn, again.new_tokens) == (2, SIZE)
 
 
 def test_a_head_begins_conversations_instead_of_going_on_with_one() -> None:
@@ -61,11 +66,11 @@ def test_a_head_begins_conversations_instead_of_going_on_with_one() -> None:
     driver.ask([1, 2, 3])
     driver.ask([1, 2, 4])
     assert driver.ask([1, 2, 5]).turn == 1
-    few = driver.counts_until_s(2)
-    assert few > driver.counts_until_s(3)
-    for number in range(6, 200):
+    assert driver.class_of(2) != driver.class_of(3)
+    few = driver.class_of(2)
+    for number in range(6, 30):
         driver.ask([1, 2, number])
-    assert few < driver.counts_until_s(2) == MOST_TURNS * TURN_S
+    assert driver.class_of(2) > few  # more hits, another class
 
 
 def test_the_answer_is_no_other_prompt_that_makes_a_head() -> None:
@@ -83,8 +88,16 @@ def test_a_request_that_was_preempted_is_no_turn_of_its_own() -> None:
     assert origin.turn == 1
 
 
+def test_the_length_of_the_answer_counts_once_it_is_known() -> None:
+    driver = Driver()
+    driver.ask([1], output_tokens=5)
+    driver.ask([2], output_tokens=100)
+    driver.ask([3], output_tokens=5000)
+    assert len({driver.class_of(number) for number in (1, 2, 3)}) == 3
+
+
 def test_memories_of_prompts_are_bounded() -> None:
-    policy = HitDensity(4)
+    policy = HitDensity(4, SIZE, max_records=4)
     for number in range(MAX_TIPS + 100):
         policy.begin(Origin(), [], [digest_of(number)])
     assert len(policy._tips) == MAX_TIPS
