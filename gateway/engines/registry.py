@@ -119,6 +119,7 @@ class Registry:
         self._added_s: dict[str, float] = {}  # by URL
         self._clients: dict[str, Client] = {}  # by URL
         self._discovered: set[str] = set()  # URLs found in Redis
+        self._has_looked = redis is None
         self._models: dict[str, int] = {}  # model -> Unix second of the start of its newest engine
         self._tokenizers: set[str] = set()  # fingerprints that engines have, or had at the last look
         self._mixed: set[str] = set()  # models whose engines differ, as the log says
@@ -134,14 +135,14 @@ class Registry:
     def serving(self, model: str) -> Sequence[Client]:
         """Engines that are joined and not draining, alike in all that a prompt's tokens and digests depend on; at least
         one. Raises NoEngineError when the model is known and its engines are unreachable, or may be that of an engine
-        that is still starting, and ModelNotFoundError otherwise."""
+        that is still starting or was not yet looked for, and ModelNotFoundError otherwise."""
         found: dict[str, Client] = {}
         for client in self._clients.values():
             if client.joined and client.model == model and not client.draining:
                 found.setdefault(client.hello.incarnation, client)  # one engine may be known under two URLs
         if not found:
             self._remember()
-            if model in self._models or self._any_starting():
+            if model in self._models or not self._has_looked or self._any_starting():
                 raise NoEngineError(model, self._retry_after_s)
             raise ModelNotFoundError(model)
         return self._alike(model, list(found.values()))
@@ -215,6 +216,7 @@ class Registry:
                 log.info("engine found in Redis: %s", url)
                 self.add(url)
                 self._discovered.add(key)
+        self._has_looked = True
         self._remember()
         for key in self._discovered - by_key.keys():
             client = self._clients[key]

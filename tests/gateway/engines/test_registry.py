@@ -144,6 +144,28 @@ def test_while_an_engine_starts_any_model_may_be_its_own() -> None:
         registry.serving("another")
 
 
+async def test_until_a_redis_was_looked_into_any_model_may_be_that_of_an_engine_there(own_redis: RedisProcess) -> None:
+    """A gateway that starts while Redis is away knows no engine, and none of its models."""
+    await asyncio.to_thread(own_redis.kill)
+    client: Redis = Redis.from_url(own_redis.url)
+    registry = Registry(FakeClient, retry_after_s=2.0, redis=client, discover_s=LOOK_S)
+    try:
+        registry.start()
+        with pytest.raises(NoEngineError):
+            registry.serving("demo")
+        await asyncio.to_thread(own_redis.start)
+
+        def is_unknown() -> bool:
+            with pytest.raises((ModelNotFoundError, NoEngineError)) as caught:
+                registry.serving("demo")
+            return caught.type is ModelNotFoundError
+
+        await until(is_unknown)
+    finally:
+        await registry.stop()
+        await client.aclose()
+
+
 def test_each_model_has_its_own_engines() -> None:
     registry = new()
     for number, model in enumerate(["one", "two", "one"]):
