@@ -2,10 +2,11 @@
 -- they can be found and dropped. What can fail is looked at before the first figure is written. A sum that 64 bits
 -- cannot hold stays at the largest number, and a field that holds no number begins again: neither keeps other figures
 -- from being written.
--- KEYS     the number, days, then the hash of each day
--- ARGV     seconds that the number is remembered, then for each figure: index of its day's hash in KEYS, field, value
+-- KEYS     the latest number of the writer, days, then the hash of each day
+-- ARGV     seconds that it is remembered, the number, then for each figure: index of its day's hash in KEYS, field, value
 -- returns  how many figures were capped, or began again
-if redis.call('EXISTS', KEYS[1]) == 1 then
+local latest = redis.call('GET', KEYS[1])
+if latest and tonumber(latest) >= tonumber(ARGV[2]) then
   return 0
 end
 for index = 2, #KEYS do
@@ -17,9 +18,9 @@ end
 for index = 3, #KEYS do
   redis.call('SADD', KEYS[2], string.sub(KEYS[index], -10))
 end
-redis.call('SET', KEYS[1], 1, 'EX', ARGV[1])
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[1])
 local capped = 0
-for index = 2, #ARGV, 3 do
+for index = 3, #ARGV, 3 do
   local day, field, value = KEYS[tonumber(ARGV[index])], ARGV[index + 1], ARGV[index + 2]
   local added = redis.pcall('HINCRBY', day, field, value)
   if type(added) == 'table' then
@@ -29,7 +30,7 @@ for index = 2, #ARGV, 3 do
     elseif string.find(added.err, 'not an integer', 1, true) then
       redis.call('HSET', day, field, value)
     else -- what is not allowed: it fails at the first figure
-      redis.call('DEL', KEYS[1])
+      redis.call('SET', KEYS[1], latest or 0, 'EX', ARGV[1])
       return added
     end
     capped = capped + 1

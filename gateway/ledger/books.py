@@ -5,14 +5,16 @@ Keys of a book are in one slot of a cluster.
     kvasir:{ledger}:2026-11-22    hash: tenant|model|lane|currency|column, each quoted as in a URL -> a whole number; a
                                   key, if there is one, stands before the column
     kvasir:{ledger}.days          set: the days that there are
-    kvasir:{ledger}.added:NUMBER  what was added, for a day
+    kvasir:{ledger}.added:WRITER  the latest number that a writer added, for a day
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Container, Mapping, Sequence
+import secrets
+from collections.abc import Awaitable, Container, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
+from itertools import count
 from typing import Any, Final, Protocol
 from urllib.parse import quote, unquote
 
@@ -20,7 +22,7 @@ from gateway.ledger.base import COLUMNS, Figures, Row, add_up
 from gateway.storage.redis_calls import RedisCalls, read_or_skip
 
 REMEMBERED_S: Final = 86_400
-"""Seconds for which a number is known to have been added: a retry comes within them."""
+"""Seconds for which the latest number of a writer is known: a retry comes within them."""
 
 READ_AT_ONCE: Final = 2000
 """Fields of a day that are read in one command, so that others have their turn."""
@@ -29,12 +31,19 @@ _STORE: Final = "rows of the ledger"
 _STEP_DIGITS: Final = 10
 
 
+def numbers() -> Iterator[str]:
+    """Those of a new writer, in their order; see Book.add."""
+    writer = secrets.token_hex(8)
+    return (f"{writer}.{at}" for at in count(1))
+
+
 class Book(Protocol):
     """Rows by day. Every method raises RedisDownError, and has then changed nothing, or all that it was to change."""
 
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
-        """Adds to what is there. What was added under this number before is not added again. Returns how many figures
-        were too large for 64 bits, or replaced what was no number."""
+        """Adds to what is there. `number` is WRITER.COUNT: a writer counts up, and adds under one number until that is
+        confirmed. What was added under this number or a later one of the writer is not added again, however late it
+        comes. Returns how many figures were too large for 64 bits, or replaced what was no number."""
         ...
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:
@@ -79,12 +88,13 @@ class RedisBook:
     async def add(self, number: str, rows: Sequence[tuple[Row, Figures]]) -> int:
         days = sorted({row.day for row, _ in rows})
         places = {day: place for place, day in enumerate(days, start=3)}
-        arguments: list[str | int] = [REMEMBERED_S]
+        writer, _, at = number.partition(".")
+        arguments: list[str | int] = [REMEMBERED_S, at or 1]
         for row, figures in rows:
             head = "|".join(quote(part, safe="") for part in (row[1:] if row.key else row[1:-1]))
             for column, value in figures.items():
                 arguments += [places[row.day], f"{head}|{column}", value]
-        keys = [self._added + number, self._names, *(self._day + day for day in days)]
+        keys = [self._added + writer, self._names, *(self._day + day for day in days)]
         return int(await self._calls.ask(self._add(keys=keys, args=arguments)))
 
     async def read(self, first: str, last: str) -> Mapping[Row, Figures]:

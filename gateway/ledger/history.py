@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.ledger.base import Figures, Row, add_up
-from gateway.ledger.books import Book
+from gateway.ledger.books import Book, numbers
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class _Lane:
 
     def __init__(self, span: Span, book: Book) -> None:
         self.span = span
-        self.book = book
+        self.book, self.numbers = book, numbers()
         self.pending: dict[Row, Figures] = {}
         self.sending: tuple[str, Sequence[tuple[Row, Figures]]] | None = None
         self.forgotten = ""
@@ -139,7 +138,7 @@ class History:
         while lane.sending is not None or lane.pending:
             if lane.sending is None:
                 rows = [(row, figures) for row, figures in lane.pending.items() if row.day >= oldest]
-                lane.sending, lane.pending = (secrets.token_hex(16), rows), {}
+                lane.sending, lane.pending = (next(lane.numbers), rows), {}
             if lane.sending[1]:
                 await lane.book.add(*lane.sending)
             lane.sending = None

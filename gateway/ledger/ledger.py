@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
@@ -20,7 +19,7 @@ from gateway import tasks
 from gateway.config import LedgerSettings
 from gateway.errors import RedisDownError
 from gateway.ledger.base import OTHER, Entry, Figures, Row, add_up
-from gateway.ledger.books import Book
+from gateway.ledger.books import Book, numbers
 from gateway.ledger.prices import Prices, count
 from gateway.types import owners_of
 
@@ -49,7 +48,7 @@ class Ledger:
         self._taken = taken
         self._settings = settings
         self._prices = prices
-        self._book = book
+        self._book, self._numbers = book, numbers()
         self._now = now
         self._day = ""
         self._known: set[Row] = set()  # rows of today that have their own model
@@ -144,7 +143,7 @@ class Ledger:
         for row, counted in rows:
             self._total(self._totals, row, counted)
         for start in range(0, len(rows), ROWS_AT_ONCE):
-            self._sending.append((secrets.token_hex(16), rows[start : start + ROWS_AT_ONCE]))
+            self._sending.append((next(self._numbers), rows[start : start + ROWS_AT_ONCE]))
 
     async def _forget(self) -> None:
         """Once a day."""

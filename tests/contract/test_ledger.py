@@ -127,6 +127,22 @@ async def test_nothing_of_the_ledger_is_given_up_by_a_redis_that_is_full(redis_u
     assert lives == {"kvasir:{ledger}:2026-11-22": -1, "kvasir:{ledger}.days": -1}
 
 
+async def test_a_writer_has_one_key_and_what_comes_late_is_not_added_again(redis_url: str) -> None:
+    """A write that was given up may still be on its way when the next one is there."""
+    redis: Redis = connect(redis_url, LIMIT_S)
+    book = RedisBook(RedisCalls(redis, LIMIT_S))
+    for number in ("w.8", "w.9", "w.10", "w.9", "w.8", "w.10", "other.1"):
+        await book.add(number, [(ROW, {"requests": 1})])
+    assert await book.read(ROW.day, ROW.day) == {ROW: {"requests": 4}}
+    assert len(await keys_of(redis, "kvasir:{ledger}.added:*")) == 2
+    ledger = Ledger(LedgerSettings(), PRICES, book, lambda: 0.0)
+    for _ in range(3):
+        ledger.add(Entry("north", "m", prompt_tokens=1))
+        assert await ledger.flush()
+    assert len(await keys_of(redis, "kvasir:{ledger}.added:*")) == 3
+    await close(redis)
+
+
 async def test_what_a_newer_gateway_counts_is_left_alone(redis_url: str) -> None:
     redis: Redis = connect(redis_url, LIMIT_S)
     book = RedisBook(RedisCalls(redis, LIMIT_S))
