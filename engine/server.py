@@ -175,10 +175,10 @@ class EngineServer:
         socket = web.WebSocketResponse(
             heartbeat=HEARTBEAT_S, compress=False, max_msg_size=self._max_message_bytes, timeout=CLOSE_TIMEOUT_S
         )
-        await socket.prepare(request)
         transport = request.transport
-        if transport is None:
+        if transport is None or transport.is_closing():  # it hung up: nothing can be written
             return socket
+        await socket.prepare(request)
         gateway = self.gateways.attach(transport.abort)
         log.info("gateway connected as %s", gateway.owner)
         self._sockets[socket] = gateway

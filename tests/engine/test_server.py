@@ -9,6 +9,7 @@ import threading
 import aiohttp
 import pytest
 from aiohttp import WSMsgType
+from aiohttp.test_utils import make_mocked_request
 
 from engine.protocol import (
     HEALTH_PATH,
@@ -294,3 +295,15 @@ async def test_a_purge_makes_the_engine_forget_one_scope_and_tells_its_gateways(
 async def test_a_purge_of_everybody_or_of_half_a_name_is_refused(prefix: object) -> None:
     async with small_engine() as engine, engine.session.post(PURGE_PATH, json={"salt_prefix": prefix}) as answer:
         assert answer.status == 400
+
+
+async def test_a_gateway_that_hung_up_before_the_handshake_is_no_error() -> None:
+    """As after a partition: the request is read when its connection is closed already, and nothing can be written."""
+    upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    upgrade["Sec-WebSocket-Key"] = "MDEyMzQ1Njc4OWFiY2RlZg=="
+    async with small_engine() as engine:
+        request = make_mocked_request("GET", STREAM_PATH, upgrade)
+        assert request.transport is not None
+        request.transport.is_closing.return_value = True  # type: ignore[attr-defined]
+        response = await engine.server._stream(request)
+        assert not response.prepared
