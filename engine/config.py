@@ -84,12 +84,14 @@ class EngineSettings(Section):
     """Sequences that run at the same time."""
     max_waiting: ClassVar = 4096
     """Sequences that wait in the engine; gateways send no more than they have slots."""
-    step_tokens: Annotated[int, Field(ge=16)] = 1024
+    step_ms: PositiveFloat = 100.0
+    """Milliseconds that a step's prefills take at most while others wait for it; never less than 16 tokens."""
+    prefill_per_decode: ClassVar = 1.5
+    """Beside decodes of the online queue prefills take at most so many times as long as these."""
+    step_tokens: ClassVar = 1024
     """Prefilled tokens of one step, beside one token for each running decode."""
     batch_step_tokens: ClassVar = 256
-    """Prefilled tokens of the batch queue in one step; at least `prefill_grid_tokens` + 8."""
-    prefill_grid_tokens: ClassVar = 256
-    """A prefill is cut only at multiples of this, so that a warm answer equals a cold one."""
+    """Prefilled tokens of the batch queue in one step."""
     grammar_cache: ClassVar = 64
     """Compiled grammars, in use or kept, each in a process of its own; one tenant has at most half."""
     threads: NonNegativeInt = 0

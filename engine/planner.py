@@ -1,10 +1,11 @@
 """Decides what the next step computes: which sequences run, wait, and give their blocks back.
 
-Continuous batching: every running decode gets its token, prefills share a token budget and are cut on a canonical grid
-so that a warm answer is computed like a cold one. Within a queue tenants take turns by prefilled tokens (`Turns`), so
-that a backlog of one is not in front of another's short prompt; while several tenants are in the online queue its
-prefills are cut small, because the others wait for the step that runs. When blocks run out sequences are preempted and
-recomputed later: the youngest first, batch before online. Leases give way last.
+Continuous batching: every running decode gets its token, prefills share what is left of a step and are cut anywhere: a
+token's keys and values depend on its prefix alone. Beside decodes, and while several tenants are in the online queue,
+what is left is a time, because the others wait for the step that runs (`Pace`). Within a queue tenants take turns by
+prefilled tokens (`Turns`); of one tenant the prompt is first that would be done first if each had the engine to itself,
+so that short ones pass long ones, and none for ever. When blocks run out sequences are preempted and recomputed later:
+the youngest first, batch before online. Leases give way last.
 
 The batch queue is not in a step that prefills for the online queue. Its own prefills are cut small, because online
 arrivals wait for the step that runs.
@@ -31,10 +32,37 @@ BATCH_TURN_STEPS = 8
 """After so many steps in a row that prefill for the online lane, the decodes of the batch lane are in one, too: they
 hold blocks, and come to an end when they go on."""
 
-SHARED_PREFILL_TOKENS = 256
-"""Prefilled for the online queue in one step while sequences of several tenants are in it; at least the grid and some.
-Each token of an answer, and the first one of each arrival, waits for the step that runs: with 1,024 tokens of
-another tenant's prompts in it that is 0.3 to 0.5 s on two cores, with 256 a fourth."""
+LEAST_TOKENS = 4 * MIN_TAIL_TOKENS
+"""Of a step's prefills, however short of time it is; fewer tokens say nothing about how long one takes."""
+
+SCORED_TOKENS = 256
+"""Of one step, where a prompt's log probabilities are wanted: each token brings a row of the whole vocabulary."""
+
+
+class Pace:
+    """How long steps take, learned from them. A step that takes much longer than expected counts as twice as long."""
+
+    def __init__(self) -> None:
+        self.token_s = 0.0  # of one prefilled token beside what a step takes anyway; 0 before anything was prefilled
+        self._decode_s: dict[int, float] = {}  # of a step without prefills, by the bits of its number of rows
+
+    def learn(self, step: Step, seconds: float) -> None:
+        """A step took so long."""
+        prefilled = sum(work.count for work in step.work if work.is_prefill)
+        rows = sum(work.num_rows for work in step.work if not work.is_prefill)
+        if not prefilled:
+            self._decode_s[rows.bit_length()] = _follow(self.decode_s(rows), seconds)
+        elif prefilled >= LEAST_TOKENS:
+            beside = max(seconds - self.decode_s(rows), seconds / 4)
+            self.token_s = _follow(self.token_s, beside / prefilled)
+
+    def decode_s(self, rows: int) -> float:
+        """Of a step of so many decodes, or of fewer where such a step has not been; 0 where that is not known."""
+        return next((self._decode_s[n] for n in range(rows.bit_length(), 0, -1) if n in self._decode_s), 0.0)
+
+
+def _follow(old: float, new: float) -> float:
+    return old * min(2.0, max(0.5, new / old)) ** 0.3 if old else new
 
 
 @dataclass(slots=True)
@@ -65,12 +93,7 @@ class Planner:
         self._counters = counters
         self._block_size = tables.pool.block_size
         self._max_running = settings.max_sequences
-        self._grid = min(settings.prefill_grid_tokens, settings.step_tokens)
-        # Some more than the grid, so that there is always a place to cut.
-        self._least_tokens = self._grid + 2 * MIN_TAIL_TOKENS
-        self._step_tokens = max(settings.step_tokens, self._least_tokens)
-        self._batch_tokens = min(max(settings.batch_step_tokens, self._least_tokens), self._step_tokens)
-        self._shared_tokens = min(max(SHARED_PREFILL_TOKENS, self._least_tokens), self._step_tokens)
+        self._settings, self._pace = settings, Pace()
         self._turns: dict[Lane, Turns] = {lane: Turns() for lane in LANES}
         self._row_cost = RowCost() if settings.speculation == "prompt-lookup" else None
         self._batch_passed = 0  # steps in a row that the batch lane was not in
@@ -99,6 +122,7 @@ class Planner:
 
     def learn(self, step: Step, seconds: float) -> None:
         """A step took so long."""
+        self._pace.learn(step, seconds)
         if self._row_cost is not None and not step.forks and not any(work.is_prefill for work in step.work):
             self._row_cost.add(step.num_rows, seconds)
 
@@ -107,10 +131,23 @@ class Planner:
         self._plan_forks(lane, plan)
         self._plan_prefills(lane, plan)
 
-    def _prefill_budget(self, lane: Lane) -> int:
-        if lane == "batch":
-            return self._batch_tokens
-        return self._shared_tokens if self._queues.has_several_tenants(lane) else self._step_tokens
+    def _prefill_budget(self, lane: Lane, plan: Plan) -> int:
+        """Tokens. A time where others wait: for their next token, or for their turn."""
+        settings, pace, decodes = self._settings, self._pace, plan.work
+        budget = min(settings.step_tokens, settings.batch_step_tokens if lane == "batch" else settings.step_tokens)
+        online = any(sequence.lane == "online" for sequence in decodes)
+        if pace.token_s and (online or self._queues.has_several_tenants("online")):
+            decode_s = pace.decode_s(len(decodes)) if online else 0.0
+            limit_s = min(settings.step_ms / 1000, decode_s * settings.prefill_per_decode or settings.step_ms)
+            budget = min(budget, int(limit_s / pace.token_s))
+        return max(budget, LEAST_TOKENS)
+
+    def _done_alone_s(self, sequence: Sequence) -> float:
+        """When its prompt would have been computed if it had had the engine to itself; the batch queue is in order."""
+        if sequence.lane == "batch":
+            return 0.0
+        known = max(sequence.num_computed, sequence.findable_tokens)
+        return sequence.arrived_s + (sequence.num_tokens - known) * self._pace.token_s
 
     # -- decodes ------------------------------------------------------------------------------------------------------
 
@@ -196,11 +233,11 @@ class Planner:
     # -- prefills -----------------------------------------------------------------------------------------------------
 
     def _plan_prefills(self, lane: Lane, plan: Plan) -> None:
-        """Tenants in turn, of each tenant what runs before what waits."""
+        """Tenants in turn."""
         turns = self._turns[lane]
         admission = _Admission(self._computed_next(lane), is_open=not plan.blocked)
-        plan.budget = self._prefill_budget(lane)
-        for sequence in turns.in_turn(self._queues.unprefilled(lane, self._max_running)):
+        plan.budget = self._prefill_budget(lane, plan)
+        for sequence in turns.in_turn(self._queues.unprefilled(lane, self._max_running, self._done_alone_s)):
             budget = plan.budget
             if sequence.status is Status.WAITING:
                 self._admit(sequence, plan, admission)
@@ -212,15 +249,15 @@ class Planner:
                 return
 
     def _plan_chunk(self, sequence: Sequence, plan: Plan) -> bool:
-        """The next tokens of a running prefill. False when what is left of the budget does not reach its next cut."""
-        start, budget = sequence.num_computed, plan.budget
-        if sequence.sampling.prompt_logprobs is not None:  # each of its tokens brings a row of the whole vocabulary
-            budget = min(budget, self._least_tokens)
-        cut = choose_cut(start, sequence.num_tokens, budget, self._grid)
-        if cut is None:
+        """The next tokens of a running prefill. False when too little is left of the budget."""
+        budget, left = plan.budget, sequence.num_tokens - sequence.num_computed
+        if sequence.sampling.prompt_logprobs is not None:
+            budget = min(budget, SCORED_TOKENS)
+        count = left if left <= budget else min(budget, left - MIN_TAIL_TOKENS)
+        if count < min(left, MIN_TAIL_TOKENS):
             return False
-        plan.add(sequence, cut - start)
-        plan.budget -= cut - start
+        plan.add(sequence, count)
+        plan.budget -= count
         return True
 
     def _admit(self, sequence: Sequence, plan: Plan, admission: _Admission) -> None:
@@ -231,7 +268,7 @@ class Planner:
             return
         if self._waits_for_another(sequence, plan, admission):
             return
-        if plan.budget < min(sequence.num_tokens - sequence.findable_tokens, self._least_tokens):
+        if plan.budget < min(sequence.num_tokens - sequence.findable_tokens, 2 * MIN_TAIL_TOKENS):
             admission.is_open = False  # it would hold blocks and a slot, and not run
             return
         if not self._make_room(sequence, plan):
@@ -242,7 +279,7 @@ class Planner:
         elif self._plan_chunk(sequence, plan):
             admission.computing = self._computed_next(sequence.lane)
         else:
-            admission.is_open = False  # it has its blocks, and starts when the budget reaches its first cut
+            admission.is_open = False  # it has its blocks, and starts in the next step
 
     def _waits_for_another(self, sequence: Sequence, plan: Plan, admission: _Admission) -> bool:
         """True if the blocks that it needs first are being computed by another sequence, or copied from a lower
@@ -325,23 +362,6 @@ class Planner:
             if sequence.num_tokens - sequence.num_computed > 1 and index < len(sequence.digests):
                 found.append((index, sequence.digests[index]))
         return found
-
-
-def choose_cut(start: int, end: int, budget: int, grid: int) -> int | None:
-    """Where a prefill from `start` towards `end` stops in this step, or None when it should wait for a larger budget.
-
-    The end itself if the budget reaches it, else the last multiple of `grid` that it reaches; no chunk is smaller
-    than MIN_TAIL_TOKENS. A budget of grid + 2 * MIN_TAIL_TOKENS always reaches one.
-    """
-    if end - start <= budget:
-        return end
-    reach = start + budget
-    cut = reach - reach % grid
-    while cut - start >= MIN_TAIL_TOKENS:
-        if end - cut >= MIN_TAIL_TOKENS:
-            return cut
-        cut -= grid
-    return None
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from engine.protocol import LANES, Lane
 from engine.sequence import Sequence, Status
@@ -50,25 +50,27 @@ class Queues:
         """In the order in which they were started, lane by lane; of all lanes when none is named."""
         return (sequence for lane in lanes or LANES for sequence in self._running[lane])
 
-    def unprefilled(self, lane: Lane, count: int) -> dict[str, Iterator[Sequence]]:
-        """Of each tenant what is to be prefilled: what runs, then the first `count` that wait. Sequences may be started
-        while it is iterated over."""
+    def unprefilled(self, lane: Lane, count: int, order: Callable[[Sequence], float]) -> dict[str, Iterator[Sequence]]:
+        """Of each tenant what is to be prefilled, lowest `order` first: what runs, and the first `count` that wait.
+        Sequences may be started while it is iterated over."""
         running: dict[str, list[Sequence]] = {}
         for sequence in self._running[lane]:
             if sequence.num_tokens - sequence.num_computed > 1:
                 running.setdefault(sequence.tenant, []).append(sequence)
         tenants = dict.fromkeys([*running, *self._waiting[lane]])
-        return {tenant: self._of_tenant(lane, tenant, running.get(tenant, []), count) for tenant in tenants}
+        waiting = self._waiting[lane]
+        return {
+            tenant: iter(
+                sorted([*running.get(tenant, ()), *itertools.islice(waiting.get(tenant, ()), count)], key=order)
+            )
+            for tenant in tenants
+        }
 
     def has_several_tenants(self, lane: Lane) -> bool:
         """Whether sequences of more than one tenant run or wait."""
         tenants = itertools.chain(self._waiting[lane], (sequence.tenant for sequence in self._running[lane]))
         first = next(tenants, None)
         return any(tenant != first for tenant in tenants)
-
-    def _of_tenant(self, lane: Lane, tenant: str, running: list[Sequence], count: int) -> Iterator[Sequence]:
-        yield from running
-        yield from list(itertools.islice(self._waiting[lane].get(tenant, ()), count))
 
     def choose_victim(self) -> Sequence:
         """The youngest running sequence of the batch lane, else of the online lane. There must be one."""

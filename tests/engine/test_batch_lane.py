@@ -60,13 +60,12 @@ def test_what_prefills_for_the_online_lane_is_not_given_up_with_the_batch_lane_i
     assert bench.scheduler.counters.steps_given_up == 0
 
 
-def test_prefills_of_the_batch_lane_are_cut_small_and_on_the_grid() -> None:
-    bench = make(num_blocks=300, step_tokens=256, batch_step_tokens=32, prefill_grid_tokens=16)
+def test_prefills_of_the_batch_lane_are_cut_small() -> None:
+    bench = make(num_blocks=300, step_tokens=256, batch_step_tokens=32)
     bench.submit(1, prompt(100), lane="batch", max_tokens=1)
     bench.submit(2, prompt(100, 1), lane="batch", max_tokens=1)
     bench.finish()
     assert max(sum(count for _, _, count, _ in step) for step in bench.runner.steps) <= 32
-    assert [start % 16 for step in bench.runner.steps for _, start, _, _ in step] == [0] * 8
     bench.submit(3, prompt(100, 2), max_tokens=1)
     bench.runner.steps.clear()
     bench.finish()

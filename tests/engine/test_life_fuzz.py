@@ -113,7 +113,7 @@ class Fuzz:
             part_blocks=rng.choice([1, 3, 64]),
             policy=policy,
             step_tokens=rng.choice([16, 20, 33]),
-            prefill_grid_tokens=rng.choice([16, 18]),
+            step_ms=rng.choice([5.0, 1e9]),
             batch_step_tokens=rng.choice([16, 256]),
             max_sequences=rng.randint(1, 6),
             max_waiting=6,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planner import MIN_TAIL_TOKENS, choose_cut
+from engine.planner import MIN_TAIL_TOKENS
 from engine.protocol import DIGEST_BYTES, Sampling, Submit
 from engine.sequence import ROW_FAILED, Status
 from tests.fakes.oracle_runner import choose_token
@@ -284,46 +284,19 @@ def test_the_parent_that_another_sequence_computed_is_not_evicted_under_a_child(
     assert bench.answer(1) == expected(prompt(32), 30)
 
 
-# -- the grid ---------------------------------------------------------------------------------------------------------
+# -- cuts -------------------------------------------------------------------------------------------------------------
 
 
-@given(start=st.integers(0, 300), length=st.integers(1, 600), budget=st.integers(0, 300), grid=st.integers(16, 128))
-@settings(deadline=None)
-def test_a_cut_is_on_the_grid_and_leaves_no_crumbs(start: int, length: int, budget: int, grid: int) -> None:
-    end = start + length
-    cut = choose_cut(start, end, budget, grid)
-    if cut is None:
-        assert budget < grid + 2 * MIN_TAIL_TOKENS
-        lines = [line for line in range(start + 1, min(end, start + budget) + 1) if line % grid == 0]
-        assert all(min(line - start, end - line) < MIN_TAIL_TOKENS for line in lines)
-        return
-    assert start < cut <= min(end, start + budget)
-    assert cut == end or cut % grid == 0
-    assert cut == end or min(cut - start, end - cut) >= MIN_TAIL_TOKENS
-
-
-def test_a_long_prompt_is_cut_on_the_grid_within_the_budget() -> None:
-    bench = make(step_tokens=40)
-    bench.submit(1, prompt(100))
+@given(length=st.integers(1, 300), budget=st.integers(16, 90))
+def test_a_prompt_is_computed_once_within_the_budget_and_leaves_no_crumbs(length: int, budget: int) -> None:
+    bench = make(num_blocks=100, step_tokens=budget)
+    bench.submit(1, prompt(length), max_tokens=1)
     bench.finish()
-    assert [step[0][1:3] for step in bench.runner.steps[:3]] == [(0, 32), (32, 32), (64, 36)]
-
-
-def test_no_step_leaves_a_tail_of_less_than_four() -> None:
-    bench = make(step_tokens=32)
-    bench.submit(1, prompt(34))
-    bench.finish()
-    assert [step[0][1:3] for step in bench.runner.steps[:2]] == [(0, 16), (16, 18)]
-
-
-def test_a_warm_prefill_goes_back_to_the_grid() -> None:
-    bench = make(step_tokens=40)
-    bench.submit(1, prompt(21))
-    bench.finish()
-    bench.runner.steps.clear()
-    bench.submit(2, [*prompt(21), *prompt(60, 4)])
-    bench.finish()
-    assert [step[0][1:3] for step in bench.runner.steps[:2]] == [(20, 28), (48, 33)]
+    chunks = [step[0][1:3] for step in bench.runner.steps]
+    assert [start for start, _ in chunks] == [sum(count for _, count in chunks[:i]) for i in range(len(chunks))]
+    assert sum(count for _, count in chunks) == length
+    assert len(chunks) == max(1, -(-length // budget))
+    assert all(min(length, MIN_TAIL_TOKENS) <= count <= budget for _, count in chunks)
 
 
 def test_decodes_and_prefills_share_a_step() -> None:
@@ -332,14 +305,7 @@ def test_decodes_and_prefills_share_a_step() -> None:
     bench.step()
     bench.submit(2, prompt(60, 1))
     bench.step()
-    assert bench.runner.steps[-1] == [(1, 10, 1, True), (2, 0, 32, False)]
-
-
-def test_a_grid_larger_than_the_step_still_makes_progress() -> None:
-    bench = make(step_tokens=16, prefill_grid_tokens=256)
-    bench.submit(1, prompt(50))
-    bench.finish()
-    assert bench.answer(1) == expected(prompt(50))
+    assert bench.runner.steps[-1] == [(1, 10, 1, True), (2, 0, 40, False)]
 
 
 # -- lanes, room, preemption ------------------------------------------------------------------------------------------
@@ -372,12 +338,12 @@ def test_admission_waits_for_blocks_and_keeps_the_order() -> None:
     bench = make(num_blocks=16)
     bench.submit(1, prompt(40), max_tokens=4)
     bench.submit(2, prompt(40, 1), max_tokens=4)
-    bench.submit(3, prompt(4, 2), max_tokens=4)
+    bench.submit(3, prompt(40, 2), max_tokens=4)
     bench.step()
     assert bench.scheduler.num_running == 1
     bench.finish()
     firsts = [step[0] for step in bench.runner.steps if step[0][1] == 0]
-    assert [first[0] for first in firsts] == [1, 2]
+    assert [first[0] for first in firsts] == [1, 2, 3]
 
 
 def test_the_youngest_is_preempted_and_ends_with_the_same_answer() -> None:

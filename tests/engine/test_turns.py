@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine import planner
-from engine.planner import MIN_TAIL_TOKENS
-from tests.fakes.scheduler_bench import Bench, expected, make, prompt
+from engine.planner import LEAST_TOKENS
+from tests.fakes.scheduler_bench import STEP_S, Bench, expected, make, prompt
 
 
 def steps_until(bench: Bench, seq: int, limit: int = 400) -> int:
@@ -82,7 +81,10 @@ def prefilled(bench: Bench) -> list[int]:
 
 
 def make_large() -> Bench:
-    return make(num_blocks=8000, context_tokens=4000, step_tokens=1024, prefill_grid_tokens=256, max_sequences=64)
+    """Whose steps are cut to a fourth while others wait."""
+    bench = make(num_blocks=8000, context_tokens=4000, step_tokens=1024, max_sequences=64, step_ms=STEP_S / 4 * 1000)
+    bench.takes_s = lambda step: STEP_S * step.num_rows / 1024
+    return bench
 
 
 def test_a_step_prefills_less_while_several_tenants_are_in_the_online_queue() -> None:
@@ -97,22 +99,39 @@ def test_a_step_prefills_less_while_several_tenants_are_in_the_online_queue() ->
         bench.step()
     shared = prefilled(bench)[1:]
     assert len(shared) == 3  # a step for each token
-    assert 0 < max(shared) <= planner.SHARED_PREFILL_TOKENS + 2 * MIN_TAIL_TOKENS
-    assert sum(shared) >= 2 * 256
+    assert LEAST_TOKENS < max(shared) <= 256
+    assert sum(shared) > 2 * 128
     bench.step()
     assert prefilled(bench)[-1] > 700  # alone again
     bench.finish()
 
 
-def test_sequences_of_one_tenant_keep_the_whole_step() -> None:
+def test_prompts_of_one_tenant_keep_the_whole_step() -> None:
     bench = make_large()
-    bench.submit(1, prompt(20), tenant="much", max_tokens=50)
-    bench.step()
     for seq in range(2, 6):
         bench.submit(seq, prompt(2000, seq), tenant="much", use_cache=False, max_tokens=1)
+    for _ in range(3):
+        bench.step()
+        assert prefilled(bench)[-1] == 1024
+    bench.finish()
+
+
+def test_a_short_prompt_passes_long_ones_of_its_tenant_and_none_is_passed_for_ever() -> None:
+    bench = make_large()
+    bench.takes_s = lambda step: 0.5 * step.num_rows / 1024
+    for seq in range(1, 4):
+        bench.submit(seq, prompt(3000, seq), use_cache=False, max_tokens=1)
     bench.step()
-    assert bench.runner.steps[-1][0][2] == 1  # a decode is in it
-    assert prefilled(bench)[-1] > 700
+    bench.submit(10, prompt(20), max_tokens=1)
+    assert steps_until(bench, 10) == 1
+    short = 100
+    while not bench.answer(3):
+        short += 1
+        bench.submit(short, prompt(900, short), use_cache=False, max_tokens=1)
+        bench.now += 0.5
+        bench.step()
+    assert 102 < short < 115  # 3 * 3000 tokens, and those of short ones that came at the same time
+    assert bench.answer(101)
     bench.finish()
 
 

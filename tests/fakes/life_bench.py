@@ -30,7 +30,7 @@ from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import GARBAGE, OracleRunner, Prefixes
 from tests.fakes.scheduler_bench import SIZE, VOCAB, pack
 from tests.fakes.tier_bench import ManualWorker, TieredBench
-from tests.fakes.tuned import tuned
+from tests.fakes.tuned import PATIENT, tuned
 
 BLOCK_BYTES = SIZE * 8
 Row = tuple[int | tuple[int, int] | None, ...]
@@ -301,7 +301,7 @@ def start(
     policy     makes one for each tier, for so many blocks
     """
     policy = policy or LeastRecentlyUsed
-    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
+    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "max_sequences": 8, **PATIENT}
     config = tuned(EngineSettings, **(values | changes))
     namespace = Namespace(weights=weights, dtype="float32", kv_dtype="float32", block_size=SIZE)
     model = f"{weights} {layout} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +12,9 @@ from engine.pool.blocks import BlockPool
 from engine.pool.eviction import EvictionPolicy
 from engine.protocol import Breakpoint, Group, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, StepGivenUp
+from engine.sequence import Sequence, Step, StepGivenUp
 from tests.fakes.oracle_runner import OracleRunner, choose_answer
-from tests.fakes.tuned import tuned
+from tests.fakes.tuned import PATIENT, tuned
 
 SIZE = 4
 VOCAB = 50
@@ -29,6 +30,9 @@ def digests_of(tokens: list[int], salt: str = "") -> bytes:
     return chain_digests(root, pack(tokens), SIZE)
 
 
+STEP_S = 0.005
+
+
 @dataclass
 class Bench:
     """A scheduler with a pool and a model, driven by hand."""
@@ -39,6 +43,7 @@ class Bench:
     now: float = 0.0
     updates: dict[tuple[str, int], list[SequenceUpdate]] = field(default_factory=dict)
     gives_up: bool = False  # the next step that can be given up
+    takes_s: Callable[[Step], float] | None = None  # what the engine learns from steps, if anything
 
     def __post_init__(self) -> None:
         self.scheduler.tables.find_not_finite = self.runner.find_not_finite
@@ -91,7 +96,9 @@ class Bench:
             except RuntimeError:
                 self.scheduler.fail(step, "failed")
             else:
-                self.scheduler.commit(step, results, self.now + 0.005)
+                if self.takes_s is not None:
+                    self.scheduler.learn(step, self.takes_s(step))
+                self.scheduler.commit(step, results, self.now + STEP_S)
         self.collect()
         assert self.pool.check_invariants() + self.scheduler.leases.check_invariants() == []
         return step is not None
@@ -125,7 +132,7 @@ def make(
     policy: EvictionPolicy | None = None,
     **changes: Any,
 ) -> Bench:
-    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
+    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "max_sequences": 8, **PATIENT}
     config = tuned(EngineSettings, **(values | changes))
     pool = BlockPool(num_blocks, SIZE, policy)
     scheduler = Scheduler(pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids)

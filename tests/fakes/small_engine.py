@@ -37,7 +37,7 @@ from engine.server import EngineServer, OnBlocks, OnFrames
 from engine.utilisation import Utilisation
 from tests.fakes.fake_engine import TOKENIZER, make_hello
 from tests.fakes.oracle_runner import OracleRunner
-from tests.fakes.tuned import tuned
+from tests.fakes.tuned import PATIENT, tuned
 from tests.fakes.waiting import until
 
 VOCAB = 500
@@ -137,7 +137,7 @@ async def small_engine(
     **changes: Any,
 ) -> AsyncIterator[SmallEngine]:
     """Runs one until the block is left. `files` is its tokeniser, `changes` are those of EngineSettings."""
-    settings = tuned(EngineSettings, **{"block_size": BLOCK, "step_tokens": 256, **changes})
+    settings = tuned(EngineSettings, **{"block_size": BLOCK, "step_tokens": 256, **PATIENT, **changes})
     named = {"tokenizer": files.fingerprint(), "vocab_size": vocab_size}
     hello = make_hello("small", num_blocks=num_blocks, context_tokens=2048, **named)
     pool = BlockPool(num_blocks, BLOCK)

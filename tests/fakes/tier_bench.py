@@ -23,7 +23,7 @@ from engine.tiers.disk_store import Scan
 from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import OracleRunner, Prefixes
 from tests.fakes.scheduler_bench import NAMESPACE, SIZE, VOCAB, Bench
-from tests.fakes.tuned import tuned
+from tests.fakes.tuned import PATIENT, tuned
 
 
 class ManualWorker:
@@ -270,7 +270,7 @@ def make(
     leases  folder of what is leased on disk
     wall    Unix second at a second of this bench
     """
-    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "prefill_grid_tokens": 16, "max_sequences": 8}
+    values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "max_sequences": 8, **PATIENT}
     config = tuned(EngineSettings, **(values | changes))
     pool = BlockPool(num_blocks, SIZE)
     runner = WatchedRunner(pool, VOCAB, config.step_tokens)

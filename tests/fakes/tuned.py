@@ -6,6 +6,9 @@ from typing import Any, TypeVar
 
 from engine.config import Section
 
+PATIENT = {"step_ms": 1e9, "prefill_per_decode": 1e9}
+"""Of an engine whose steps are as large as step_tokens, however long they take: what a step computes is known."""
+
 _Section = TypeVar("_Section", bound=Section)
 
 

@@ -294,7 +294,7 @@ def test_breakpoints_that_cannot_be_granted_are_refused_with_the_reason(
 
 
 def test_64_requests_that_share_a_prefix_nobody_has_computed_compute_it_once() -> None:
-    bench = make(num_blocks=1500, context_tokens=3000, step_tokens=512, prefill_grid_tokens=64, max_sequences=64)
+    bench = make(num_blocks=1500, context_tokens=3000, step_tokens=512, max_sequences=64)
     for seq in range(64):
         bench.submit(seq, [*prompt(2048), seq % 50, seq // 50, *prompt(14, seq)], max_tokens=2)
     bench.finish()

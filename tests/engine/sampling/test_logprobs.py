@@ -110,7 +110,7 @@ def test_a_token_that_ends_the_answer_has_none() -> None:
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_a_prompt_is_scored_whole_however_it_is_cut_and_whatever_is_cached(max_tokens: int) -> None:
     prompt = random_ids(150, 4)
-    bench = make_model_bench(step_tokens=64, prefill_grid_tokens=32)
+    bench = make_model_bench(step_tokens=64)
     bench.submit(1, prompt, max_tokens=1)
     bench.finish()
     bench.submit(2, random_ids(40, 5), max_tokens=20)
@@ -131,7 +131,7 @@ def test_a_preempted_prompt_is_scored_once() -> None:
     prompt = random_ids(60, 6)
     told = []
     for disturbed in (False, True):
-        bench = make_model_bench(num_blocks=24, step_tokens=32, prefill_grid_tokens=16)
+        bench = make_model_bench(num_blocks=24, step_tokens=32)
         bench.submit(1, prompt, lane="batch", max_tokens=8, temperature=0.0, prompt_logprobs=1, use_cache=False)
         for _ in range(3):
             bench.step()
