@@ -7,7 +7,6 @@ written while they belong to no sequence; engine/tiers/tiers.py sees to that.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -70,56 +69,26 @@ def _layout(cache: KVCache) -> str:
 
 
 class CacheStore:
-    """The blocks of the model's cache, copied beside the steps that run meanwhile.
-
-    On a CPU a copy takes one thread and no lock. On a GPU it goes through a stream of its own and a few pinned pages
-    that torch keeps for it, so that neither the host tier has to be pinned nor a step's stream waits.
-    """
+    """The blocks of the model's cache, copied with one thread and without a lock beside the steps that run meanwhile.
+    On a GPU copies and steps follow one another."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._device = cache.data.device
-        self._own = threading.local()  # what each copy thread has set up for itself
 
     @property
     def block_bytes(self) -> int:
         return self._cache.shape.token_bytes * self._cache.block_size
 
     def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Payload:
-        if self._device.type == "cpu":
-            self._take_one_thread()
-            return self._cache.read_blocks(slots).numpy()
-        with torch.cuda.stream(self._stream()):
-            blocks = self._cache.read_blocks(slots)
-            pinned = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
-            pinned.copy_(blocks, non_blocking=True)
-            self._stream().synchronize()
-        return pinned.numpy()
+        torch.set_num_threads(1)  # of this thread: the model computes on the others
+        return self._cache.read_blocks(slots).cpu().numpy()
 
     def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
-        blocks = torch.from_numpy(payload)
-        if self._device.type == "cpu":
-            self._take_one_thread()
-            self._cache.write_blocks(slots, blocks)
-            return
-        with torch.cuda.stream(self._stream()):
-            self._cache.write_blocks(slots, blocks.pin_memory().to(self._device, non_blocking=True))
-            self._stream().synchronize()
+        torch.set_num_threads(1)
+        self._cache.write_blocks(slots, torch.from_numpy(payload).to(self._cache.data.device))
 
     def drop(self, digests: Sequence[bytes]) -> None:
         """Nothing is kept besides the slots."""
-
-    def _take_one_thread(self) -> None:
-        """The model computes on the others. torch keeps the number for each calling thread."""
-        if not getattr(self._own, "is_set", False):
-            torch.set_num_threads(1)
-            self._own.is_set = True
-
-    def _stream(self) -> torch.cuda.Stream:
-        if not hasattr(self._own, "stream"):
-            self._own.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream: torch.cuda.Stream = self._own.stream
-        return stream
 
 
 class HostStore:
