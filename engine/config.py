@@ -52,6 +52,8 @@ class EngineSettings(Section):
     """Name that clients ask for; the model's id or the folder's name when not set."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; `auto` is what it was saved in, if this machine is quick at it."""
+    quantize: Literal["auto", "none", "int8", "int4"] = "auto"
+    """Bits of weights: int8 and int4 are made while a model is loaded, `auto` does it where it would not fit else."""
     device: str = "auto"
     """`auto` is the CPU; `cuda` or `cuda:1` is an experiment. With `cuda` several engines have a GPU each."""
     listen: str = "127.0.0.1:8090"

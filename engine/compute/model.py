@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import transformers
@@ -37,7 +37,7 @@ from engine.compute.model_files import (
 )
 from engine.compute.peaks import find_cost
 from engine.compute.probe import compare, observe
-from engine.compute.quantized_layers import assemble
+from engine.compute.quantized_layers import assemble, pack_quantized, quantize_layers
 from engine.config import EngineSettings
 from engine.protocol import HashName, Namespace, TokenizerFiles
 from engine.utilisation import Cost
@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 Forward = Callable[[Tensor, Tensor, StepAttention, Tensor], Tensor]
 """(tokens, positions, attention, rows) -> logits (len(rows), vocab_size); the first two are (num_tokens,) int64."""
 
+_BITS: Final[dict[str, Literal[8, 4]]] = {"int8": 8, "int4": 4}
+_NUMBER_BYTES: Final = {8: 1.01, 4: 0.76}  # of a weight with its scales
+_CACHE_ROOM: Final = 2 << 30  # of memory that quantised weights leave for keys and values, or as much as the plain ones
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MODEL_FAILURES: Final = (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, ValueError)
 _ORDINARY: Final = {"full_attention", "sliding_attention"}
@@ -69,6 +72,7 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
     cost: Cost | None = None  # of its steps; None: not known
+    quantization: str = ""  # of weights that were quantised here: int8, int4
     is_fused: bool = False  # by engine/compute/fused.py; else transformers' own forward with packed linear layers
     warnings: tuple[str, ...] = field(default=())  # what the start-up lines should say
 
@@ -79,6 +83,7 @@ class LoadedModel:
             dtype=_plain(self.dtype),
             kv_dtype=_plain(self.cache_shape.dtype),
             block_size=block_size,
+            quantization=self.quantization,
             hash_name=hash_name,
         )
 
@@ -117,7 +122,16 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
     context_tokens, warnings = _context(settings, config)
 
     is_int4 = gguf is None and check_int4(config, settings.model)
-    _check_memory(settings, folder if gguf is None else gguf, config, dtype, device)
+    files, bits = folder if gguf is None else gguf, None
+    if gguf is None and not is_int4 and device.type == "cpu":
+        bits = _choose_bits(settings, folder, config, dtype)
+    elif settings.quantize in _BITS:
+        raise ModelError(
+            f"engine.quantize {settings.quantize!r}: "
+            + (f"weights on {device.type} are not quantised" if device.type != "cpu" else "its weights are already so")
+            + f" (model {settings.model!r}); should be none or auto"
+        )
+    _check_memory(settings, files, config, dtype, device, bits)
 
     # 2. Load the weights and prove the attention.
     if gguf is not None:
@@ -125,7 +139,9 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
     elif is_int4:
         module = assemble(config, dtype, read_int4(folder, config, settings.model), settings.model).to(device)
     else:
-        module = _load_module(folder, settings.model, dtype, device)
+        module = _load_module(folder, settings.model, _saved(config) if bits else dtype, device)
+        if bits:  # from what was saved: never the whole in floating point of 32 bits
+            quantize_layers(module, bits, dtype)
     shape, forward, is_fused, cost = prepare(module, settings.model, context_tokens, fast=fast)
     if settings.kv_cache_dtype == "int8":
         shape = replace(shape, dtype=torch.int8)
@@ -146,6 +162,7 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
         tokenizer=tokenizer,
         cost=cost,
         is_fused=is_fused,
+        quantization=f"int{bits}" if bits else "",
         warnings=tuple(warnings),
     )
 
@@ -167,6 +184,7 @@ def prepare(
             fused = fuse(module, context_tokens, windows) if fast else None
             if fast and fused is None:
                 pack(module)
+                pack_quantized(module)
             forward = fused or GenericForward(module)
             compare(forward, shape, module, expected)
         except UnsupportedAttentionError as error:
@@ -233,11 +251,12 @@ def _choose_dtype(wanted: str, config: Any, device: torch.device) -> torch.dtype
     """What the model was saved in, if the device is quick at it; float32 otherwise."""
     if wanted != "auto":
         return _DTYPES[wanted]
-    saved = config.dtype or config.get_text_config().dtype
-    name = _plain(saved)
-    if device.type == "cpu" and not (has_onednn() and is_quick(_DTYPES.get(name, torch.float32))):
-        return torch.float32
-    return _DTYPES.get(name, torch.float32)
+    saved = _saved(config)
+    return saved if device.type != "cpu" or (has_onednn() and is_quick(saved)) else torch.float32
+
+
+def _saved(config: Any) -> torch.dtype:
+    return _DTYPES.get(_plain(config.dtype or config.get_text_config().dtype), torch.float32)
 
 
 def _context(settings: EngineSettings, config: Any) -> tuple[int, list[str]]:
@@ -259,23 +278,55 @@ def _context(settings: EngineSettings, config: Any) -> tuple[int, list[str]]:
     return wanted or longest, warnings
 
 
+def _choose_bits(settings: EngineSettings, folder: Path, config: Any, dtype: torch.dtype) -> Literal[8, 4] | None:
+    """Of each weight; None leaves it as it is. `auto`: the most that fit beside a step and some cache."""
+    if settings.quantize != "auto":
+        return _BITS.get(settings.quantize)
+    plain, free = _needed(folder, config, dtype), free_bytes(torch.device("cpu"), settings.memory_bytes)
+    least = STEP_BYTES + min(plain, _CACHE_ROOM)
+    if plain + least <= free:
+        return None
+    bits: Literal[8, 4] = 8 if _needed(folder, config, dtype, 8) + least <= free else 4
+    log.info(
+        "weights in int%d: in %s they take %.1f GB, and with a step and a cache %.1f GB are free (engine.quantize)",
+        bits,
+        _plain(dtype),
+        plain / 1e9,
+        (free - least) / 1e9,
+    )
+    return bits
+
+
+def _needed(folder: Path, config: Any, dtype: torch.dtype, bits: Literal[8, 4] | None = None) -> int:
+    """Bytes of memory for the weights of a folder."""
+    number_bytes = dtype.itemsize if bits is None else _NUMBER_BYTES[bits]
+    text = config.get_text_config()
+    # A tied table is looked up in one form and multiplied with in another; the table is never quantised.
+    tables = text.vocab_size * text.hidden_size * dtype.itemsize if bits or text.tie_word_embeddings else 0
+    return weight_bytes(folder, number_bytes) + tables
+
+
 def _check_memory(
-    settings: EngineSettings, files: Path | GGUFFile, config: Any, dtype: torch.dtype, device: torch.device
+    settings: EngineSettings,
+    files: Path | GGUFFile,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    bits: Literal[8, 4] | None,
 ) -> None:
     """Raises ModelError when the weights and a step do not fit into what is free."""
-    text = config.get_text_config()
     if isinstance(files, GGUFFile):
         need = files.weight_bytes(dtype.itemsize)
+    elif device.type == "cpu":
+        need = _needed(files, config, dtype, bits)
     else:
         need = weight_bytes(files, dtype.itemsize)
-        if text.tie_word_embeddings and device.type == "cpu":  # looked up in one form, multiplied with in another
-            need += text.vocab_size * text.hidden_size * dtype.itemsize
     free = free_bytes(device, settings.memory_bytes)
     if need + STEP_BYTES > free:
         raise ModelError(
-            f"model {settings.model!r} needs {need / 1e9:.1f} GB of memory for its weights in {_plain(dtype)} and "
-            f"{STEP_BYTES / 1e9:.1f} GB for steps; {free / 1e9:.1f} GB are free (engine.memory_bytes, the limit of the "
-            "container, or the machine)"
+            f"model {settings.model!r} needs {need / 1e9:.1f} GB of memory for its weights in "
+            f"{f'int{bits}' if bits else _plain(dtype)} and {STEP_BYTES / 1e9:.1f} GB for steps; {free / 1e9:.1f} GB "
+            "are free (engine.memory_bytes, the limit of the container, or the machine)"
         )
 
 

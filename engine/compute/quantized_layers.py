@@ -1,40 +1,77 @@
-"""Layers of a transformers model whose weights are quantised in their file, and a model that is put together of them.
+"""Layers of a transformers model whose weights are quantised, and a model that is put together of them.
 
 engine/compute/gguf_file.py and engine/compute/int4_folder.py read files into tensors by transformers' names; `assemble`
-makes a model of these without ever having its weights in floating point. engine/compute/fused.py takes the layers out.
+makes a model of these without ever having its weights in floating point. `quantize_layers` quantises any other.
+engine/compute/fused.py takes the layers out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from engine.compute.forward import PanelWeight
 from engine.compute.linear import PackedWeight, pack_weight
 from engine.compute.model_files import ModelError
-from engine.compute.quantize import Quantized, QuantizedWeight, dequantize
+from engine.compute.quantize import Quantized, QuantizedWeight, dequantize, quantize
+
+_PLACE: Final = re.compile(r"\.(\d+)\.")  # of a decoder layer, in the path of its parts
+LEAST_SIDE: Final = 32  # inputs and outputs of a linear layer that is worth it
 
 Weight = Tensor | Quantized
 Product = PanelWeight | PackedWeight | QuantizedWeight
 
 
 class QuantizedLinear(nn.Module):
-    """Stands where a linear layer stood."""
+    """Stands where a linear layer stood: computes with the dequantised weight, which proves the model, until `pack`."""
 
     def __init__(self, quantized: Quantized, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.quantized: Any = quantized  # None when it is released, as is the product
+        self.quantized: Any = quantized  # None when it is packed or released
         self.out_features, self.in_features = quantized.shape
         self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)  # models ask it for its dtype
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.product: Any = QuantizedWeight(quantized, bias)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        self._product: QuantizedWeight | None = None
+
+    def pack(self) -> None:
+        """From now on computes with whole numbers, and has nothing else of the weight."""
+        self._product, self.quantized = QuantizedWeight(self.quantized, self.bias), None
 
     def forward(self, rows: Tensor) -> Tensor:
-        answer: Tensor = self.product(rows)
+        if self._product is not None:
+            return self._product(rows)
+        return functional.linear(rows, dequantize(self.quantized).to(rows.dtype), self.bias)
+
+
+class QuantizedExperts(nn.Module):
+    """Stands where transformers keeps all experts of a layer in two parameters: gate_up_proj (experts, 2 * width, in)
+    and down_proj (experts, in, width)."""
+
+    def __init__(self, experts: Any, bits: Literal[8, 4], dtype: torch.dtype) -> None:
+        super().__init__()
+
+        def layers(weights: Tensor) -> nn.ModuleList:
+            return nn.ModuleList(QuantizedLinear(quantize(one, bits), None, dtype) for one in weights)
+
+        self.gate, self.up = (layers(half) for half in experts.gate_up_proj.chunk(2, 1))
+        self.down = layers(experts.down_proj)
+        self._activation = experts.act_fn
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Experts add in the order of their numbers, whatever rows are there."""
+        answer = torch.zeros_like(hidden_states)
+        for expert in torch.unique(top_k_index).tolist():
+            row, place = torch.where(top_k_index == expert)
+            rows = hidden_states[row]
+            some = self.down[expert](self._activation(self.gate[expert](rows)) * self.up[expert](rows))
+            answer.index_add_(0, row, (some * top_k_weights[row, place, None]).to(answer.dtype))
         return answer
 
 
@@ -69,12 +106,12 @@ def weight_of(*linears: Any) -> Any:
     kinds = {(q.bits, q.group, q.minima is None) for q in kept}
     if len(linears) > 1 and (len(kinds) > 1 or len(kept) not in (0, len(linears))):
         return JoinedWeight([weight_of(one) for one in linears])
-    if kept and len(linears) == 1:
-        return linears[0].product
     biases = [one.bias for one in linears if one.bias is not None]
     bias = torch.cat(biases) if biases else None
     if not kept:
         return pack_weight(torch.cat([one.weight for one in linears]), bias)
+    if len(kept) == 1:
+        return QuantizedWeight(kept[0], bias)
     values, scales, minima = zip(*((q.values, q.scales, q.minima) for q in kept), strict=True)
     joined = Quantized(
         kept[0].bits,
@@ -88,7 +125,42 @@ def weight_of(*linears: Any) -> Any:
 
 def release(linear: Any) -> None:
     """Frees a layer's weight, which another has taken over."""
-    linear.weight = linear.quantized = linear.product = None
+    linear.weight = linear.quantized = None
+
+
+def pack_quantized(module: nn.Module) -> None:
+    """Packs what `release` has not freed."""
+    for part in module.modules():
+        if isinstance(part, QuantizedLinear) and part.quantized is not None:
+            part.pack()
+
+
+def quantize_layers(module: Any, bits: Literal[8, 4], dtype: torch.dtype) -> None:
+    """Quantises a loaded model layer by layer, in place: linear layers and experts in so many bits; in 8 those of the
+    first and the last decoder layer, which an answer depends on most, and the output layer. All else becomes `dtype`:
+    the table of tokens, norms, and what is too small to matter (gates of experts)."""
+    head, last = module.get_output_embeddings(), module.config.get_text_config().num_hidden_layers - 1
+    for path, layer in list(module.named_modules()):
+        kind, place = type(layer), _PLACE.search(path)
+        most = 8 if layer is head or (place and int(place[1]) in (0, last)) else bits
+        made: nn.Module
+        if kind in (nn.Linear, Conv1D) and min(layer.weight.shape) >= LEAST_SIDE:
+            weight = layer.weight.t() if kind is Conv1D else layer.weight
+            made = QuantizedLinear(quantize(weight, most), layer.bias, dtype)
+        elif _has_experts(layer):
+            made = QuantizedExperts(layer, most, dtype)
+        else:
+            continue
+        module.set_submodule(path, made)
+    module.to(dtype)
+
+
+def _has_experts(layer: Any) -> bool:
+    weights = [getattr(layer, name, None) for name in ("gate_up_proj", "down_proj")]
+    usual = {"is_transposed": False, "has_bias": False, "has_gate": True, "is_concatenated": True}
+    return all(isinstance(one, nn.Parameter) and one.dim() == 3 for one in weights) and all(
+        getattr(layer, name, value) == value for name, value in usual.items()
+    )
 
 
 def take_rows(q: Quantized, index: Tensor) -> Quantized:

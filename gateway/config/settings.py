@@ -59,6 +59,7 @@ SHORT_FLAGS.update(
         "engine.revision": "--revision",
         "engine.served_name": "--served-name",
         "engine.dtype": "--dtype",
+        "engine.quantize": "--quantize",
         "engine.device": "--device",
         "engine.listen": "--listen",
         "engine.block_size": "--block-size",

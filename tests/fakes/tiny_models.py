@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 
 from engine.compute.model import LoadedModel, prepare
+from engine.compute.quantized_layers import quantize_layers
 from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
 from engine.protocol import Sampling, TokenizerFiles
@@ -143,10 +144,15 @@ def make_runner(
     fast: bool = True,
     block_size: int = 16,
     kv_dtype: torch.dtype | None = None,
+    bits: Literal[8, 4] | None = None,
 ) -> ModelRunner:
-    """kv_dtype  of the cache; None is the model's"""
+    """kv_dtype  of the cache; None is the model's
+    bits  of quantised weights"""
     settings = EngineSettings(block_size=block_size, kv_cache_bytes=8 << 20, threads=1)
-    model = make_loaded(make_module(kind, dtype), fast=fast)
+    module = make_module(kind, dtype)
+    if bits:
+        quantize_layers(module, bits, dtype)
+    model = make_loaded(module, fast=fast)
     return ModelRunner(replace(model, cache_shape=replace(model.cache_shape, dtype=kv_dtype or dtype)), settings)
 
 

@@ -88,10 +88,28 @@ def test_the_namespace_changes_with_the_weights_the_dtype_and_the_block_size(sav
         load(changed).namespace(16, "xxh3_128"),
         load(saved, dtype="bfloat16").namespace(16, "xxh3_128"),
         load(saved, kv_cache_dtype="int8").namespace(16, "xxh3_128"),
+        load(saved, quantize="int8").namespace(16, "xxh3_128"),
+        load(saved, quantize="int4").namespace(16, "xxh3_128"),
         model.namespace(32, "xxh3_128"),
         model.namespace(16, "sha256"),
     )
     assert root not in [other.root() for other in others]
+
+
+def test_auto_takes_the_most_bits_that_fit(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = transformers.AutoConfig.from_pretrained(saved)
+    plain, half = models._needed(saved, config, torch.float32), models._needed(saved, config, torch.float32, 8)
+    caplog.set_level("INFO")
+    for free, want in ((plain, ""), (plain - 1, "int8"), (half - 1, "int4")):
+        monkeypatch.setattr(models, "free_bytes", lambda *_, left=free + plain: STEP_BYTES + left)
+        assert load(saved).quantization == want
+    assert [line for line in caplog.messages if "engine.quantize" in line] == [
+        "weights in int8: in float32 they take 0.0 GB, and with a step and a cache 0.0 GB are free (engine.quantize)",
+        "weights in int4: in float32 they take 0.0 GB, and with a step and a cache 0.0 GB are free (engine.quantize)",
+    ]
+    assert load(saved, quantize="none").quantization == ""
 
 
 def test_the_fingerprint_does_not_depend_on_where_the_folder_is(saved: Path, tmp_path: Path) -> None:
@@ -155,6 +173,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(saved: Path, m
     monkeypatch.setattr(models, "_load_module", None)
     monkeypatch.setattr(models, "free_bytes", lambda device, limit: STEP_BYTES + 4 * numbers - 1)
     with pytest.raises(ModelError, match=r"needs 0\.0 GB of memory for its weights in float32 and 0\.5 GB for steps"):
+        load(saved, quantize="none")
+    monkeypatch.setattr(models, "free_bytes", lambda device, limit: STEP_BYTES + 1)
+    with pytest.raises(ModelError, match="for its weights in int4 and"):
         load(saved)
 
 

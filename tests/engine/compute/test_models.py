@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -61,6 +61,22 @@ def test_warm_answers_and_batches_of_different_lengths_equal_cold_ones_alone(kin
     driver = Driver(make_runner(kind))
     assert type(make_module(kind)).__name__ == class_of(kind)
     assert SERVED[class_of(kind)][0] == ("fused" if driver.runner.model.is_fused else "own")
+    check_warm_answers(driver)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gpt2", "gemma3", "mixtral", "qwen2 moe"])
+def test_with_quantised_weights_warm_answers_equal_cold_ones(kind: str, bits: Literal[8, 4]) -> None:
+    quick, slow = (Driver(make_runner(kind, bits=bits, fast=fast)) for fast in (True, False))
+    if kind in EXACT:
+        check_warm_answers(quick)
+    ids = random_ids(40, 3)
+    got, want = (driver.prefill(driver.sequence(ids)) for driver in (quick, slow))
+    assert (got - want).norm() < 0.08 * want.norm()  # activations are rounded to 8 bits
+    assert not torch.equal(got, Driver(make_runner(kind)).prefill(quick.sequence(ids)))
+
+
+def check_warm_answers(driver: Driver) -> None:
     shared = random_ids(300, 1)
     holder = driver.sequence(shared)
     driver.prefill(holder, cuts=[128, 256])
