@@ -95,14 +95,8 @@ def check_schema(found: dict[str, Any], minor: int) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_renders_to_objects_that_kubernetes_takes_and_settings_that_the_gateway_takes(
-    path: Path, tmp_path: Path
-) -> None:
-    objects = render(example(path))
-    for found in objects.values():
-        if found["kind"] not in CUSTOM:
-            check_schema(found, 37)
-    settings = settings_of(objects, tmp_path)
+def test_an_example_renders_to_settings_that_the_gateway_takes(path: Path, tmp_path: Path) -> None:
+    settings = settings_of(render(example(path)), tmp_path)
     assert (settings.server.host, settings.server.port, settings.server.shutdown_s) == ("0.0.0.0", 8080, 120.0)
     services = [one.service for one in settings.replicas]
     assert ("vllm" in path.stem) == bool(services)
@@ -111,12 +105,14 @@ def test_an_example_renders_to_objects_that_kubernetes_takes_and_settings_that_t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_renders_to_objects_that_the_oldest_version_takes(path: Path) -> None:
+def test_an_example_renders_to_objects_that_the_oldest_and_the_newest_version_take(path: Path) -> None:
     for found in render(example(path)).values():
         if found["kind"] not in CUSTOM:
             check_schema(found, 25)
+            check_schema(found, 37)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minor", [25, 37])
 def test_the_schemas_refuse_a_field_that_there_is_not(minor: int) -> None:
     found = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spec": {"sellector": {}}}
@@ -124,6 +120,7 @@ def test_the_schemas_refuse_a_field_that_there_is_not(minor: int) -> None:
         check_schema(found, minor)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node, which runs the schemas of custom resources")
 def test_custom_resources_are_as_their_schemas_say() -> None:
     found = [one for path in EXAMPLES for one in render(example(path)).values() if one["kind"] in CUSTOM]

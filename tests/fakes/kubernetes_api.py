@@ -62,7 +62,7 @@ class KubernetesApi:
     stalled: bool = False  # requests are taken, and not answered
     chunk_bytes: int = 1 << 16
     lists: list[str] = field(default_factory=list)  # token of each
-    watches: list[int] = field(default_factory=list)  # version of each
+    watches: list[int] = field(default_factory=list)  # version of each that was granted
     _connections: list[web.Request] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _generation: int = 0
@@ -134,7 +134,10 @@ class KubernetesApi:
         if "watch" not in http.query:
             self.lists.append(token)
             return web.json_response(self._list(list(self.slices.values())))
-        return await self._watch(http)
+        try:
+            return await self._watch(http)
+        except ConnectionError:  # it was broken off while it was answered
+            return web.Response()
 
     def _list(self, items: list[Any]) -> dict[str, Any]:
         return {"kind": "EndpointSliceList", "metadata": {"resourceVersion": str(self.version)}, "items": items}
@@ -143,7 +146,6 @@ class KubernetesApi:
         assert http.query["allowWatchBookmarks"] == "true"
         assert 100 < int(http.query["timeoutSeconds"]) <= 300
         at, generation = int(http.query["resourceVersion"]), self._generation
-        self.watches.append(at)
         if at < self.oldest and self.gone_as_status:
             return _status(410, f"too old resource version: {at} ({self.oldest})")
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -154,6 +156,7 @@ class KubernetesApi:
             await self._write(response, {"type": "ERROR", "object": gone})
             return response
         self._connections.append(http)
+        self.watches.append(at)  # from here on it is sent what changes, and can be broken off
         sent = next((i for i, (version, _, _) in enumerate(self.events) if version > at), len(self.events))
         try:
             while generation == self._generation:
@@ -163,8 +166,6 @@ class KubernetesApi:
                     await self._write(response, found["line"] if not kind else {"type": kind, "object": found})
                     sent += 1
                 await changed.wait()
-        except ConnectionError:
-            pass
         finally:
             self._connections.remove(http)
         return response

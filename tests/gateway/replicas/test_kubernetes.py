@@ -52,6 +52,11 @@ def serving(watch: ServiceWatch) -> set[str]:
     return {name.removeprefix("qwen.") for name, change in watch.pods.changes().items() if not change.draining}
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the watch logged."""
+    return [record.message for record in caplog.records if record.name == kubernetes.__name__]
+
+
 @pytest.mark.parametrize("chunk_bytes", [7, 1 << 16])
 async def test_slices_are_listed_once_and_then_followed(api: KubernetesApi, chunk_bytes: int) -> None:
     api.chunk_bytes = chunk_bytes
@@ -86,7 +91,7 @@ async def test_a_broken_watch_goes_on_at_its_version_and_bookmarks_move_it_on(
         api.end()
         await until(lambda: serving(watch) == {"vllm-1"})
     assert len(api.lists) == 1
-    assert not caplog.records
+    assert not said(caplog)
 
 
 @pytest.mark.parametrize("as_status", [False, True], ids=["as an event", "as a status"])
@@ -106,7 +111,7 @@ async def test_a_version_that_is_gone_is_listed_again_and_what_was_missed_is_see
         api.stalled = False
         await until(lambda: serving(watch) == {"vllm-2"})
     assert len(api.lists) == 2
-    assert not caplog.records
+    assert not said(caplog)
 
 
 async def test_a_token_that_rotates_is_read_again(api: KubernetesApi, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,7 +126,7 @@ async def test_a_token_that_rotates_is_read_again(api: KubernetesApi, caplog: py
         api.put(endpoint_slice("a", pod("vllm-1", "10.0.0.2")))
         await until(lambda: serving(watch) == {"vllm-1"})
     assert "token-" not in caplog.text
-    assert len([record for record in caplog.records if "401" in record.message]) == 1
+    assert len([message for message in said(caplog) if "401" in message]) == 1
 
 
 async def test_an_api_server_that_is_silent_is_asked_again_and_costs_no_replica(
@@ -155,9 +160,9 @@ async def test_what_is_wrong_is_one_line_and_no_more(
         setattr(api, name, value)
     async with watching(api):
         await until(lambda: why in caplog.text)
-    (record,) = caplog.records
-    assert record.message.startswith(f"{ENTRY['url']} cannot be watched: ")
-    assert "\n" not in record.message
+    (message,) = said(caplog)
+    assert message.startswith(f"{ENTRY['url']} cannot be watched: ")
+    assert "\n" not in message
 
 
 async def test_a_server_with_another_certificate_is_not_told_the_token(
