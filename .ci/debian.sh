@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs a browser, a font, promtool, and compilers and an emulator for ARM from Debian, and playwright into the virtual
-# environment, for tests of the dashboard, of /metrics and of the attention kernel: once, and bounded in time. Debian
-# keeps only its newest Chromium.
+# Installs a browser, a font, promtool, compilers and an emulator for ARM, and nftables from Debian, and playwright into
+# the virtual environment, for tests of the dashboard, of /metrics, of the attention kernel and of faults: once, and
+# bounded in time. Debian keeps only its newest Chromium.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/deploy/environment"
 
-packages="chromium fonts-dejavu-core prometheus clang gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
+packages="chromium fonts-dejavu-core prometheus clang gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user iproute2 nftables e2fsprogs"
 # shellcheck disable=SC2086  # one word for each package
 if ! dpkg-query -W $packages >/dev/null 2>&1; then
     # At this run level Debian does not start the Prometheus that comes with promtool.

@@ -1,0 +1,47 @@
+"""Short nights of chaos. They show the same on a machine of any speed: clients wait a minute for an answer, and an
+event loop counts what its own process ran."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 900.0
+
+
+def night(folder: Path, *options: str) -> dict[str, Any]:
+    """Its report, in which nothing is violated."""
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "tests.chaos.night", *options, "--report", str(report), "--keep", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S, check=False
+    )
+    assert report.exists(), done.stdout[-8000:]
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert found["violations"] == {}, done.stdout[-8000:]
+    assert found["faults_not_over"] == [], done.stdout[-8000:]
+    assert all(any(kind.startswith(one) for kind in found["requests"]) for one in DIALECTS), done.stdout[-8000:]
+    return found
+
+
+DIALECTS = ("chat", "completions", "responses", "messages", "gemini")
+
+
+def test_some_faults_break_no_promise(tmp_path: Path) -> None:
+    """Everyday: a minute with starting and ending."""
+    found = night(tmp_path, "--minutes", "0.25", "--every", "4", "--seed", "1")
+    assert sum(found["faults"].values()) >= 3
+
+
+@pytest.mark.slow
+def test_every_kind_of_fault_breaks_no_promise(tmp_path: Path) -> None:
+    """Two rounds of all kinds. The hour of `python -m tests.chaos.night` is for releases."""
+    found = night(tmp_path, "--minutes", "5.4", "--seed", "2")
+    kinds = {kind.partition(":")[0] for kind in found["faults"]}
+    assert len(kinds) + len(found["faults_left_out"]) >= 14
