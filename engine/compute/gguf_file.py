@@ -46,7 +46,7 @@ _OTHERS: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm
 _LENGTH: Final = struct.Struct("<Q")
 _ARRAY: Final = struct.Struct("<IQ")  # type and number of its elements
 _ROPE_FACTORS: Final = "rope_freqs.weight"
-_BROKEN: Final = (ValueError, LookupError, TypeError, OverflowError, MemoryError, OSError, struct.error)
+_BROKEN: Final = (ValueError, LookupError, TypeError, ArithmeticError, MemoryError, OSError, struct.error)
 
 
 class _Kind(NamedTuple):
@@ -189,7 +189,7 @@ class GGUFFile:
             if self.architecture in ARCHITECTURES:
                 return ARCHITECTURES[self.architecture](**self._settings(), **tokens)
             config = transformers.AutoConfig.from_pretrained(str(self.path.parent), gguf_file=self.path.name)
-        except (*_BROKEN, ImportError, AttributeError) as error:
+        except Exception as error:  # what a configuration raises for a value of a wrong kind is no error of its own
             raise ModelError(f"{self.path}: architecture {self.architecture!r}: {first_line(error)}") from None
         for name, value in tokens.items():
             setattr(config, name, value)
@@ -213,11 +213,14 @@ class GGUFFile:
             rope |= {"rope_type": kind, "factor": say("rope.scaling.factor")}
             if kind == "yarn":
                 rope["original_max_position_embeddings"] = say("rope.scaling.original_context_length")
+        layers = say("block_count")
+        if f"blk.{layers - 1}.attn_norm.weight" not in self._tensors:  # before a model of so many is made
+            raise ValueError(f"there are no weights of layer {layers - 1}")
         return {
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
             "hidden_size": width,
             "intermediate_size": say("feed_forward_length"),
-            "num_hidden_layers": say("block_count"),
+            "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": say("attention.head_count_kv", heads),
             "head_dim": say("attention.key_length", width // heads),
@@ -241,7 +244,12 @@ class GGUFFile:
     def load(self, config: Any, dtype: torch.dtype) -> Any:
         """The model. Raises ModelError when weights are missing, or of a shape that the configuration does not say."""
         if self.architecture in ARCHITECTURES:
-            module: Any = assemble(config, dtype, self._weights(config), self.path.name)
+            try:
+                module: Any = assemble(config, dtype, self._weights(config), self.path.name)
+            except ModelError:
+                raise
+            except (*_BROKEN, RuntimeError) as error:  # numbers that do not go together
+                raise ModelError(f"{self.path}: its configuration makes no model: {first_line(error)}") from None
             if _ROPE_FACTORS in self._tensors:
                 factors = self._read(_ROPE_FACTORS)
                 assert isinstance(factors, Tensor)

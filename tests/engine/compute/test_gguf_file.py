@@ -174,7 +174,7 @@ def test_a_file_without_one_of_its_weights_is_refused(tmp_path: Path) -> None:
     module = make("llama")
     write_gguf(tmp_path / "m.gguf", module, {"": "Q8_0"})
     file = GGUFFile(tmp_path / "m.gguf")
-    del file._tensors["blk.1.ffn_up.weight"], file._tensors["blk.1.attn_norm.weight"]
+    del file._tensors["blk.1.ffn_up.weight"], file._tensors["blk.1.ffn_norm.weight"]
     with pytest.raises(ModelError, match=r"it has no weight model\.layers\.1\..*, and 1 more"):
         file.load(file.read_config(), torch.float32)
 
@@ -187,4 +187,14 @@ def test_a_file_that_does_not_fit_is_refused_by_what_its_blocks_take(
     need = sum(one.numel() * (1.125 if one.ndim == 2 else 4) for one in module.parameters())
     monkeypatch.setattr(models, "free_bytes", lambda device, limit: STEP_BYTES + need - 1)
     with pytest.raises(ModelError, match="GB are free"):
+        load(tmp_path / "m.gguf")
+
+
+def test_layers_that_a_file_only_counts_are_not_made(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make("llama"), {"": "Q8_0"})
+    data, key = bytearray((tmp_path / "m.gguf").read_bytes()), b"llama.block_count"
+    at = data.index(key) + len(key) + 4
+    data[at : at + 4] = (1 << 30).to_bytes(4, "little")
+    (tmp_path / "m.gguf").write_bytes(bytes(data))
+    with pytest.raises(ModelError, match=f"there are no weights of layer {(1 << 30) - 1}"):
         load(tmp_path / "m.gguf")
