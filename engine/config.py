@@ -106,6 +106,8 @@ class EngineSettings(Section):
     """Without a heartbeat after which an engine's index is deleted: five heartbeats."""
     speculation: Literal["prompt-lookup", "none"] = "prompt-lookup"
     """Tokens computed ahead where a text repeats what it or its prompt has; the answer stays the same."""
+    draft_model: str | None = None
+    """Folder or hub id of a small model with the same tokeniser that drafts where nothing repeats."""
     eviction: Literal["lru", "hit-density"] = "lru"
     """Which cached block goes first: the least recently used, or the one that promises the fewest hits."""
     lease_share: Annotated[float, Field(ge=0, le=1)] = 0.5

@@ -121,7 +121,8 @@ class OpenSequences:
         for work, result in zip(step.work, results, strict=False):
             if isinstance(result, list):
                 self._guard(work.sequence, self._take_drafts, work, result)
-            self._guard(work.sequence, self._take_computed, work, now, work.sequence in late)
+            accepted = len(result) - 1 if isinstance(result, list) else 0
+            self._guard(work.sequence, self._take_computed, work, now, work.sequence in late, accepted)
         for sequence, result in zip(sequences, results, strict=True):
             if result == NO_TOKEN:
                 self._guard(sequence, self._fail_grammar, sequence)
@@ -142,12 +143,14 @@ class OpenSequences:
 
     def _take_drafts(self, work: Work, tokens: list[int]) -> None:
         """Drafts that were sampled are computed already; the token behind them is not."""
-        self._counters.drafted_tokens += len(work.drafts)
+        self._counters.drafted_tokens += len(work.drafts) or work.wanted
+        if work.wanted and work.sequence.drafter is not None:
+            work.sequence.drafter.followed(len(tokens) - 1, work.wanted)
         self._counters.accepted_tokens += len(tokens) - 1
         self._counters.decoded_tokens += len(tokens) - 1
         work.sequence.tokens.extend(tokens[:-1])
 
-    def _take_computed(self, work: Work, now: float, again: bool) -> None:
+    def _take_computed(self, work: Work, now: float, again: bool, accepted: int) -> None:
         """`again`: its last token is computed once more, because nothing could be sampled behind it."""
         sequence = work.sequence
         if again:
@@ -156,7 +159,7 @@ class OpenSequences:
             self._counters.prefilled_tokens += work.count
         else:
             self._counters.decoded_tokens += not again
-        sequence.num_computed = sequence.num_tokens if work.drafts else work.start + work.count - again
+        sequence.num_computed = work.start + work.count + accepted - again
         self._tables.register(sequence)
         self._claims.register(sequence, now)
         if work.samples and work.is_prefill:

@@ -22,7 +22,7 @@ from engine.leases.claims import Claims
 from engine.protocol import LANES, MIN_TAIL_TOKENS, Lane
 from engine.queues import Queues, Turns
 from engine.sequence import Copy, Counters, Sequence, Status, Step, Work
-from engine.speculation import Drafter, RowCost, choose_drafts
+from engine.speculation import MODEL_DRAFTS, Drafter, RowCost, choose_count, choose_drafts
 from engine.tables import BlockTables
 
 COPY_WAIT_S = 2.0
@@ -65,6 +65,13 @@ def _follow(old: float, new: float) -> float:
     return old * min(2.0, max(0.5, new / old)) ** 0.3 if old else new
 
 
+CATCH_UP_SHARE = 8
+"""The draft model catches up with a sequence if that is at most so many tokens for each that may still be sampled."""
+
+PROBE_TOKENS = 64
+"""Once in so many tokens of a sequence the draft model drafts one, if more are not worth it."""
+
+
 @dataclass(slots=True)
 class _Admission:
     """Which waiting sequences of a queue may be admitted in a step.
@@ -96,6 +103,9 @@ class Planner:
         self._settings, self._pace = settings, Pace()
         self._turns: dict[Lane, Turns] = {lane: Turns() for lane in LANES}
         self._row_cost = RowCost() if settings.speculation == "prompt-lookup" else None
+        self._has_model = settings.draft_model is not None
+        self._draft_s = 0.0  # seconds of one draft of the draft model, moving average
+        self._follows = False  # in the last step it had little to catch up
         self._batch_passed = 0  # steps in a row that the batch lane was not in
         self._waiting_since_s: float | None = None  # the head of a queue for copies, while nothing runs
 
@@ -123,8 +133,14 @@ class Planner:
     def learn(self, step: Step, seconds: float) -> None:
         """A step took so long."""
         self._pace.learn(step, seconds)
-        if self._row_cost is not None and not step.forks and not any(work.is_prefill for work in step.work):
+        if self._row_cost is None or step.forks or any(work.is_prefill for work in step.work):
+            return
+        wanted = [work.wanted for work in step.work]
+        if not any(wanted):
             self._row_cost.add(step.num_rows, seconds)
+        elif self._follows:
+            seconds -= self._row_cost.line(step.num_rows + sum(wanted))[0]
+            self._draft_s += (max(0.0, seconds) / max(wanted) - self._draft_s) / 8
 
     def _plan_queue(self, lane: Lane, plan: Plan) -> None:
         self._plan_decodes(lane, plan)
@@ -189,12 +205,35 @@ class Planner:
         decodes = [work for work in plan.work.values() if not work.is_prefill]
         works = [work for work in decodes if work.sequence.matcher is None]
         guesses = [self._guess(work.sequence) for work in works]
-        if not any(guess for guess, _ in guesses):
+        if not works:
             return
         counts = choose_drafts([chances for _, chances in guesses], *cost.line(len(decodes)), len(decodes))
         for work, (guess, _), count in zip(works, guesses, counts, strict=True):
             if count and (count := self._room_ahead(work.sequence, count, plan)):
                 plan.work[work.sequence] = replace(work, drafts=tuple(guess[:count]))
+        if self._has_model:
+            self._ask_model([work for work in works if not plan.work[work.sequence].drafts], len(decodes), plan, cost)
+
+    def _ask_model(self, works: list[Work], num_decodes: int, plan: Plan, cost: RowCost) -> None:
+        """What the draft model is to draft, for sequences of which it has little to catch up for what they may win."""
+        asked: list[tuple[Work, Drafter, int]] = []
+        for work in works:
+            s = work.sequence
+            left, behind = s.sampling.max_tokens - s.num_generated - 1, s.num_tokens - s.num_followed
+            if left > 0 and s.drafter is not None and behind < CATCH_UP_SHARE * left + MODEL_DRAFTS:
+                asked.append((work, s.drafter, left))
+        if not asked:
+            return
+        seconds, row_seconds = cost.line(num_decodes)
+        chances = [drafter.followed_chance for _, drafter, _ in asked]
+        count = choose_count(chances, seconds, row_seconds, self._draft_s, num_decodes - len(asked))
+        self._follows = True
+        for work, _, left in asked:
+            s = work.sequence
+            wanted = min(count, left) or int(s.num_generated % PROBE_TOKENS == 0)
+            if wanted := min(wanted, self._room_ahead(s, wanted, plan)):
+                self._follows &= s.num_tokens - s.num_followed <= MODEL_DRAFTS + 1
+                plan.work[s] = replace(work, wanted=wanted)
 
     def _guess(self, sequence: Sequence) -> tuple[list[int], list[float]]:
         """What a sequence may go on with, and the chance of each token; another one is sampled behind them."""

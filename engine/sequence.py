@@ -68,6 +68,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its second token, its third, ...
     finish: FinishReason | None = None
     origin: Origin = field(default_factory=Origin)  # of its blocks, for eviction
+    num_followed: int = 0  # leading tokens whose keys and values the draft model has written
     drafter: Drafter | None = None  # what it may go on with; from its second token on
 
     @property
@@ -132,6 +133,7 @@ class Work:
     """One sequence's part of a step: compute tokens[start : start + count]; sample after the last one or not.
 
     drafts  what may come next, computed behind the sequence's last token and sampled after, too
+    wanted  drafts of the draft model, which the runner asks for
     """
 
     sequence: Sequence
@@ -139,6 +141,7 @@ class Work:
     count: int
     samples: bool
     drafts: tuple[int, ...] = ()
+    wanted: int = 0
 
     @property
     def num_rows(self) -> int:

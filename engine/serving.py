@@ -191,17 +191,19 @@ def _summary(hello: Hello, url: str) -> tuple[str, str, int, int]:
 def load(settings: EngineSettings) -> tuple[LoadedModel, ModelRunner]:
     """The model, and what runs it. Takes seconds. Raises ConfigError for a model or settings that cannot be used."""
     from engine.compute.kernel import describe
-    from engine.compute.model import load_model
+    from engine.compute.model import check_draft, load_model
     from engine.compute.runner import ModelRunner
 
+    drafting = check_draft(settings)
     model = load_model(settings)
+    draft = None if drafting is None else load_model(drafting)
     for warning in model.warnings:
         log.warning("%s", warning)
     shape = model.cache_shape
     kernels = "torch" if model.device.type != "cpu" else describe(shape.dtype, shape.head_dim)
     kept = str(shape.dtype).removeprefix("torch.")
     log.info("model %s: computed on the %s by %s, keys and values in %s", model.name, model.device, kernels, kept)
-    return model, ModelRunner(model, settings)
+    return model, ModelRunner(model, settings, draft=draft)
 
 
 def make_hello(settings: EngineSettings, model: LoadedModel, num_blocks: int) -> Hello:

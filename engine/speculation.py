@@ -24,6 +24,7 @@ CANDIDATES: Final = 8  # earlier places that are compared
 INDEXED_AT_ONCE: Final = 4096  # tokens, about a millisecond: a long prompt is indexed in several steps
 CLASSES: Final = (4, 8, 16)  # a match is in the class of how many of these it reaches
 PRIORS: Final = (0.3, 0.5, 0.8, 0.9)  # chance that the token behind a match of each class is right, before it is known
+MODEL_DRAFTS: Final = 8  # of the draft model, in one step
 MEMORY: Final = 0.9  # of what was learned, with each token of the same class
 LEAST_CHANCE: Final = 0.05  # of a draft
 
@@ -80,6 +81,7 @@ class Drafter:
         self._tries = [2.0] * len(PRIORS)
         self._guess: list[int] = []  # tokens that may follow the first `_made` ones, after a match of `_length`
         self._made = self._length = 0
+        self.followed_chance = 0.7  # that a draft of the draft model is right, if those before it are
 
     def guess(self, sequence: Sequence) -> list[int]:
         """At most MAX_DRAFTS tokens, none of which ends the sequence. Call it before each step that may draft."""
@@ -106,6 +108,11 @@ class Drafter:
                 break
             found.append(chance)
         return found
+
+    def followed(self, right: int, count: int) -> None:
+        """Of so many drafts of the draft model the first ones were right."""
+        for is_right in [True] * right + [False] * (right < count):
+            self.followed_chance = self.followed_chance * MEMORY + is_right * (1 - MEMORY)
 
     def _learn(self, tokens: array[int]) -> None:
         """Compares the last guess with what came."""
@@ -174,3 +181,17 @@ def choose_drafts(chances: Seq[Seq[float]], seconds: float, row_seconds: float, 
         counts[number] += 1
         tokens, seconds = tokens + chance, seconds + row_seconds
     return counts
+
+
+def choose_count(chances: Seq[float], seconds: float, row_seconds: float, draft_seconds: float, others: int) -> int:
+    """How many tokens the draft model drafts for each of some sequences, so that the step gives most for its time.
+
+    chances  of each sequence, that a draft is right if those before it are
+    seconds  of the step without drafts; draft_seconds those of one draft for all of them; others: its other sequences
+    """
+
+    def rate(count: int) -> float:
+        tokens = others + sum(chance**index for chance in chances for index in range(count + 1))
+        return tokens / (seconds + count * (draft_seconds + len(chances) * row_seconds))
+
+    return max(range(MODEL_DRAFTS + 1), key=rate)

@@ -9,6 +9,7 @@ engine/compute/fused.py make the model quick, engine/compute/runner.py runs it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -165,6 +166,31 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
         quantization=f"int{bits}" if bits else "",
         warnings=tuple(warnings),
     )
+
+
+def check_draft(settings: EngineSettings) -> EngineSettings | None:
+    """Settings to load the draft model with, None without one. Raises ModelError when it cannot be read, or when the
+    two models do not mean the same by a token. Reads no weights."""
+    if settings.draft_model is None:
+        return None
+    change: dict[str, Any] = {"model": settings.draft_model, "kv_cache_dtype": "auto"}
+    change |= dict.fromkeys(("revision", "served_name", "max_context_tokens", "draft_model"))
+    drafting = settings.model_copy(update=change)
+    (size, tokens), (draft_size, draft_tokens) = map(_read_vocabulary, (settings, drafting))
+    if draft_size != size:
+        what = f"a vocabulary of {draft_size} tokens, and model {settings.model!r} one of {size}"
+    elif draft_tokens != tokens:
+        what = f"another tokeniser than model {settings.model!r}"
+    else:
+        return drafting
+    raise ModelError(f"engine.draft_model {drafting.model!r} has {what}: it must be a smaller model of the same family")
+
+
+def _read_vocabulary(settings: EngineSettings) -> tuple[int, tuple[Any, Any]]:
+    folder = find_folder(settings.model, settings.revision)
+    config = _read_config(folder, settings.model, GGUFFile(folder) if folder.is_file() else None)
+    said = json.loads(read_tokenizer(folder)[0].tokenizer_json)
+    return config.get_text_config().vocab_size, (said["model"], said["added_tokens"])
 
 
 def prepare(

@@ -15,6 +15,7 @@ import torch
 
 from engine.compute.attention import StepAttention
 from engine.compute.batch import Batch, make_batch
+from engine.compute.draft_model import DraftModel
 from engine.compute.forward import is_compiled
 from engine.compute.kv_cache import KVCache, choose_budget, count_blocks, free_bytes
 from engine.compute.machine import choose_threads, usable_cores
@@ -34,10 +35,18 @@ LEAST_ROWS = 2  # oneDNN's fp32 kernel for a single row rounds otherwise than th
 class ModelRunner:
     """The model, as the loop sees it."""
 
-    def __init__(self, model: LoadedModel, settings: EngineSettings, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        settings: EngineSettings,
+        *,
+        threads: int | None = None,
+        draft: LoadedModel | None = None,
+    ) -> None:
         """Allocates the cache and runs one tiny step, so that the first request finds everything warm.
 
         threads  CPU threads to compute with; None lets engine/compute/machine.py choose as for the only engine here
+        draft    a small model that drafts; its keys and values take a part of the budget
         Raises ConfigError when the budget does not hold two blocks.
         """
         self.model = model
@@ -45,6 +54,9 @@ class ModelRunner:
         self._threads = threads or choose_threads(settings.threads, usable_cores())
         self._thread_set: int | None = None
         budget = settings.kv_cache_bytes or _choose_budget(model, settings)
+        if draft is not None:
+            own = model.cache_shape.token_bytes
+            budget = budget * own // (own + draft.cache_shape.token_bytes)
         self.num_blocks = count_blocks(model.cache_shape, settings.block_size, budget)
         if self.num_blocks < 2:
             need = model.cache_shape.token_bytes * settings.block_size
@@ -52,6 +64,7 @@ class ModelRunner:
         self.cache = KVCache(model.cache_shape, self.num_blocks, settings.block_size, model.device)
         compiled = model.is_fused and is_compiled(model.dtype, model.device)
         self._pads = model.device.type == "cpu" and model.dtype == torch.float32 and not compiled
+        self._draft = None if draft is None else DraftModel(draft, self.num_blocks, settings.block_size)
         self._sampler = Sampler()
         self._step_masks = StepMasks(model.vocab_size)
         self._warm_up()
@@ -95,6 +108,8 @@ class ModelRunner:
             self.cache.zero(step.fresh_blocks)
         if step.copies:
             self.cache.copy(step.copies)
+        if self._draft is not None:
+            step = self._draft.fill(step)
         failed, works = set[Sequence](), [work for work in step.work if work.samples]
         sampled = [Row(work.sequence, work.drafts[:count]) for work in works for count in range(work.num_asked)]
         sampled += [Row(fork) for fork in step.forks]

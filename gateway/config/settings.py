@@ -57,6 +57,7 @@ SHORT_FLAGS.update(
         "engines.urls": "--engine-urls",
         "engine.model": "--model",
         "engine.revision": "--revision",
+        "engine.draft_model": "--draft-model",
         "engine.served_name": "--served-name",
         "engine.dtype": "--dtype",
         "engine.quantize": "--quantize",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,13 +18,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.compute.draft_model import DraftModel
+from engine.compute.model import ModelError, check_draft
 from engine.compute.runner import ModelRunner
-from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence
-from engine.speculation import CANDIDATES, GRAM, LONGEST, Drafter, PromptLookup, RowCost, accept, choose_drafts
+from engine.config import EngineSettings
+from engine.demo import MODEL_DIR
+from engine.protocol import Sampling
+from engine.sequence import NOT_FINITE, ROW_FAILED, Sequence, Step, Work
+from engine.serving import load
+from engine.speculation import (
+    CANDIDATES,
+    GRAM,
+    LONGEST,
+    MODEL_DRAFTS,
+    Drafter,
+    PromptLookup,
+    RowCost,
+    accept,
+    choose_count,
+    choose_drafts,
+)
 from tests.engine.test_seeds import CONTROLS, PROMPT, record_rows
 from tests.fakes.model_bench import make_model_bench
 from tests.fakes.scheduler_bench import Bench, make
-from tests.fakes.tiny_models import VOCABULARY, make_module, random_ids
+from tests.fakes.tiny_models import VOCABULARY, make_loaded, make_module, random_ids
 
 TEXTS = st.lists(st.integers(0, 2), max_size=40) | st.lists(st.integers(0, 300), max_size=20).map(lambda one: one * 3)
 
@@ -286,3 +305,106 @@ def test_answers_without_a_seed_pass_a_chi_square_test() -> None:
     assert bench.scheduler.counters.drafted_tokens > 1.2 * bench.scheduler.counters.accepted_tokens
     chi_square = sum((seen[answer] - draws * p) ** 2 / (draws * p) for answer, p in expected.items())
     assert chi_square < 26 + 4 * np.sqrt(2 * 26)  # four standard deviations; the generator is fixed
+
+
+# -- the draft model ---------------------------------------------------------------------------------------------------
+
+
+def make_drafted_bench(seed: int, num_blocks: int = 1000) -> Bench:
+    """The draft model is the model itself where the seed is its own, and makes noise else."""
+    bench = make_model_bench(num_blocks, draft_model="small")
+    runner = cast("ModelRunner", bench.runner)
+    draft = make_loaded(make_module("llama", seed=seed))
+    runner._draft = DraftModel(draft, runner.num_blocks, runner._block_size)
+    return bench
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_changes_no_answer_and_saves_steps_where_it_is_right(temperature: float) -> None:
+    def ask(bench: Bench) -> dict[int, list[int]]:
+        for seq in range(4):
+            bench.submit(
+                seq, random_ids(9 + 30 * seq, seq), max_tokens=40, temperature=temperature, seed=seq, logprobs=1
+            )
+            bench.step()
+        for seq in (7, 8):
+            bench.submit(seq, PROMPT, group=(1, 2), max_tokens=30, temperature=temperature, seed=seq)
+        bench.finish()
+        return {seq: bench.answer(seq) for seq in (0, 1, 2, 3, 7, 8)}
+
+    plain = make_model_bench(speculation="none")
+    wanted = ask(plain)
+    for seed, num_blocks in ((3, 1000), (3, 44), (4, 1000)):
+        bench = make_drafted_bench(seed, num_blocks)
+        assert ask(bench) == wanted
+        counters = bench.scheduler.counters
+        if (seed, temperature) == (3, 0.0):
+            assert counters.accepted_tokens > 0.9 * counters.drafted_tokens
+            assert num_blocks == 44 or counters.steps < plain.scheduler.counters.steps / 3
+        assert bench.scheduler.counters.preemptions > 0 or num_blocks > 44
+
+
+def test_a_long_prompt_is_caught_up_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.compute.draft_model.CATCH_UP", 16)
+    bench = make_drafted_bench(3)
+    bench.submit(1, random_ids(90, 5), max_tokens=40, temperature=0.0)
+    bench.finish()
+    plain = make_model_bench(speculation="none")
+    plain.submit(1, random_ids(90, 5), max_tokens=40, temperature=0.0)
+    plain.finish()
+    assert bench.answer(1) == plain.answer(1)
+    assert bench.scheduler.counters.accepted_tokens > 20
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=4),
+    st.floats(0.001, 0.5),
+    st.floats(0, 0.5),
+    st.integers(0, 4),
+)
+def test_the_draft_model_drafts_nothing_that_costs_more_than_it_saves(
+    chances: list[float], row_seconds: float, draft_seconds: float, others: int
+) -> None:
+    count = choose_count(chances, 1.0, row_seconds, draft_seconds, others)
+    tokens = others + sum(chance**index for chance in chances for index in range(count + 1))
+    assert tokens / (1 + count * (draft_seconds + len(chances) * row_seconds)) >= others + len(chances)
+    assert choose_count([0.0] * len(chances), 1.0, row_seconds, draft_seconds, others) == 0
+    assert choose_count([1.0], 1.0, 0.001, 0.001, 0) == MODEL_DRAFTS
+
+
+def test_a_draft_model_that_means_other_tokens_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    for name in ("same", "wider", "other"):
+        (tmp_path / name).mkdir()
+        for file in MODEL_DIR.iterdir():
+            if file.suffix != ".safetensors":
+                (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    (tmp_path / "wider" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 64}))
+    tokeniser = json.loads((MODEL_DIR / "tokenizer.json").read_text())
+    tokeniser["model"]["merges"].pop()
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokeniser))
+
+    def check(name: str) -> EngineSettings | None:
+        return check_draft(EngineSettings(model="demo", draft_model=str(tmp_path / name)))
+
+    assert check_draft(EngineSettings()) is None
+    found = check("same")
+    assert found is not None
+    assert (found.model, found.draft_model) == (str(tmp_path / "same"), None)
+    for name, reason in (("wider", "a vocabulary of"), ("other", "another tokeniser"), ("none", "none")):
+        with pytest.raises(ModelError, match=reason) as raised:
+            check(name)
+        assert "\n" not in str(raised.value)
+
+
+def test_the_budget_of_the_cache_is_for_both_models() -> None:
+    settings = EngineSettings(model="demo", kv_cache_bytes=8 << 20, threads=1)
+    alone = load(settings)[1]
+    both = load(settings.model_copy(update={"draft_model": str(MODEL_DIR)}))[1]
+    assert both.num_blocks == pytest.approx(alone.num_blocks / 2, abs=1)
+    sequence = Sequence("", 0, array("I", PROMPT), 40, [], Sampling(max_tokens=20, temperature=0.0), num_computed=44)
+    sequence.block_table = [0, 1, 2, 3]
+    both.run(Step([Work(sequence, 0, 44, samples=False)]))
+    (drafted,) = both.run(Step([Work(sequence, 44, 1, samples=True, wanted=5)]))
+    assert isinstance(drafted, list)
+    assert len(drafted) == 6
