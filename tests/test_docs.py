@@ -41,7 +41,7 @@ def test_the_docs_stay_short() -> None:
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     assert len(texts.pop("decisions.md").split()) <= 5_000
     assert len(texts.pop("lab-notebook.md").split()) <= 8_000
-    assert sum(len(re.findall(r"[^\s|]*\w[^\s|]*", text)) for text in texts.values()) <= 30_000
+    assert sum(len(re.findall(r"[^\s|]*\w[^\s|]*", text)) for text in texts.values()) <= 32_000
 
 
 def test_every_setting_says_what_it_means() -> None:
