@@ -1,4 +1,4 @@
-"""Our side of tests/bench/engine_vs_vllm.py: the engine's loop, scheduler, pool and runner in one process.
+"""Our side of tests/bench/engine_vs_peers.py: the engine's loop, scheduler, pool and runner in one process.
 
 Everything but the wire: what the server would hand to the loop and take from it is made and read here.
 """
@@ -30,14 +30,14 @@ WAIT_S = 600.0  # for one measurement
 class Side:
     """The engine, and the times at which its tokens arrive."""
 
-    def __init__(self, folder: Path, context: int) -> None:
-        settings = EngineSettings(dtype="bfloat16", threads=1, kv_cache_bytes=2 << 30)
-        module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16)
+    def __init__(self, folder: Path, context: int, dtype: torch.dtype, threads: int) -> None:
+        settings = EngineSettings(threads=threads, kv_cache_bytes=2 << 30)
+        module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
         shape, forward, is_fused, _ = prepare(module, "bench", context)
         collapse()  # as engine.model.load_model does
         files = TokenizerFiles("", None, {}, add_bos=False)
         cpu, vocab = torch.device("cpu"), module.config.vocab_size
-        model = LoadedModel("bench", forward, cpu, torch.bfloat16, shape, "bench", context, vocab, (), files, is_fused)
+        model = LoadedModel("bench", forward, cpu, dtype, shape, "bench", context, vocab, (), files, is_fused)
         runner = ModelRunner(model, settings)
         runner.cache.data.zero_()  # takes the memory from the system now, as vLLM does when it starts
         pool = BlockPool(runner.num_blocks, settings.block_size)
@@ -76,7 +76,8 @@ class Side:
 def main() -> None:
     arguments, answers = start()
     transformers.utils.logging.set_verbosity_error()
-    serve(Side(arguments.model, arguments.context).measure, answers)
+    dtype = getattr(torch, arguments.dtype)
+    serve(Side(arguments.model, arguments.context, dtype, len(arguments.cores)).measure, answers)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sets up a vLLM for the CPU in a virtual environment of its own, for tests with real replicas and engine_vs_vllm.py.
+"""Sets up a vLLM for the CPU in a virtual environment of its own, for tests with real replicas and engine_vs_peers.py.
 
 Installs nothing into the environment that runs Kvasir. Done once for a folder: a marker file says that it is complete.
 Versions are those of vllm_constraints.txt.

@@ -1,4 +1,4 @@
-"""vLLM's side of tests/bench/engine_vs_vllm.py; runs in vLLM's own environment and imports nothing of Kvasir.
+"""vLLM's side of tests/bench/engine_vs_peers.py; runs in vLLM's own environment and imports nothing of Kvasir.
 
 Reads one JSON line for each measurement from standard input and answers each with one; see serve(). The side of our own
 engine, tests/bench/kvasir_side.py, speaks the same through the same functions.
@@ -25,14 +25,16 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 
 def start() -> tuple[argparse.Namespace, TextIO]:
-    """Puts the process and all its later threads on one core. Returns the side's arguments and where answers go."""
+    """Puts the process and all its later threads on its cores. Returns the side's arguments and where answers go."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--core", type=int, required=True)
+    parser.add_argument("--cores", type=int, nargs="+", required=True)
     parser.add_argument("--context", type=int, required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quantize", default="none")  # ours
     arguments = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {arguments.core})
+        os.sched_setaffinity(0, arguments.cores)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not come between the answers
     return arguments, answers
@@ -54,7 +56,7 @@ def main() -> None:
 
     llm: Any = LLM(
         model=str(arguments.model),
-        dtype="bfloat16",
+        dtype=arguments.dtype,
         skip_tokenizer_init=True,
         max_model_len=arguments.context,
         enable_prefix_caching=True,

@@ -1,14 +1,18 @@
-"""How fast the engine is against vLLM on the same core of the same CPU.
+"""How fast the engine is against vLLM and llama.cpp on the same cores of the same CPU.
 
-    python -m tests.bench.engine_vs_vllm [--shape 40M 0.5B] [--rows prefill decode shared] [--rounds 5] [--core 1]
+    python -m tests.bench.engine_vs_peers [--against vllm-f32 llama.cpp-f32 llama.cpp-q8_0 llama.cpp-q4_0 vllm-bf16]
+                                          [--shape 40M 0.5B] [--rows prefill decode shared] [--rounds 5] [--cores 1]
 
-Both sides are processes of their own, pinned to one core and given one thread, and hold the same random bfloat16 Qwen2.
+The sides are processes of their own, pinned to the same cores with a thread on each, and hold the same random Qwen2.
 They are asked in turns: prefill of 512, 2,048 and 8,192 tokens; decode of 1, 8 and 32 sequences with 128 tokens before
-them; and 64 requests that share 2,048 tokens, bring 64 of their own and ask for 64. vLLM is set up in a virtual
-environment of its own at the first run (tests/bench/vllm_setup.py) and keeps its defaults. The ratio is the median of
-the rounds' ratios, ours to vLLM's in tokens per second; a row whose rounds differ too much is measured again.
+them; and 64 requests that share 2,048 tokens, bring 64 of their own and ask for 64. The ratio is the median of the
+rounds' ratios, ours to theirs in tokens per second; a row whose rounds differ too much is measured again.
 
-On a machine that others use, `--clock cpu` counts the processor time of each side instead of the time that passed.
+A peer's weights say what ours are: f32 and bf16 as they are, q8_0 is against our int8 and q4_0 against our int4
+(llama.cpp's embedding, which is its output layer, is q8_0 in both). Peers keep their defaults, and are set up in
+environments of their own at the first run (tests/bench/vllm_setup.py, llamacpp_setup.py). llama.cpp's `shared` is
+measured once, because it takes minutes. On a machine that others use, `--clock cpu` counts the processor time of each
+side instead of the time that passed.
 """
 
 from __future__ import annotations
@@ -27,11 +31,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import gguf
 import torch
 import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tests.bench import vllm_setup
+from tests.bench import llamacpp_setup, vllm_setup
 
 CONTEXT, VOCABULARY = 16_384, 32_000
 DECODE_CONTEXT, DECODE_TOKENS = 128, 64
@@ -46,6 +51,8 @@ ROWS: Final = {
     "decode": [f"decode {count}" for count in (1, 8, 32)],
     "shared": ["shared"],
 }
+PEERS: Final = ("vllm-f32", "llama.cpp-f32", "llama.cpp-q8_0", "llama.cpp-q4_0")
+QUANTIZED: Final = {"q8_0": "int8", "q4_0": "int4"}
 ROOT: Final = Path(__file__).parents[2]
 
 Times = list[list[float]]
@@ -63,6 +70,36 @@ def make_model(shape: str, folder: Path) -> None:
         dtype=torch.bfloat16,
     )
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def write_gguf(folder: Path, file: Path, weights: str) -> None:
+    """The model of a folder as llama.cpp reads it: matrices as `weights` says, norms and biases in float32."""
+    module: Any = Qwen2ForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    config = module.config
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in module.state_dict().items():
+        if name == "lm_head.weight":  # tied
+            continue
+        kind = gguf.GGMLQuantizationType[weights.upper() if tensor.ndim == 2 else "F32"]
+        if name == "model.embed_tokens.weight" and weights.startswith("q"):
+            kind = gguf.GGMLQuantizationType.Q8_0
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(found, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 class Side:
@@ -89,12 +126,12 @@ class Side:
 
 
 @contextmanager
-def started(command: list[str], core: int, environment: dict[str, str], log: Path) -> Iterator[Side]:
+def started(command: list[str], cores: list[int], environment: dict[str, str], log: Path) -> Iterator[Side]:
     """A side that is ended with the block. What it prints goes to `log`."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    variables = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), "HF_HUB_OFFLINE": "1", **environment}
     with log.open("a") as errors:
         process = subprocess.Popen(
-            [*command, "--core", str(core), "--context", str(CONTEXT)],
+            [*command, "--cores", *map(str, cores), "--context", str(CONTEXT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -161,12 +198,12 @@ def spread(pairs: list[tuple[float, float]]) -> float:
     return (high - low) / middle
 
 
-def run_shape(shape: str, python: Path, rows: list[str], arguments: argparse.Namespace, deadline: float) -> None:
-    with tempfile.TemporaryDirectory(prefix="kvasir-bench-") as name, ExitStack() as stack:
-        folder = Path(name)
-        make_model(shape, folder / "model")
-        model = ["--model", str(folder / "model")]
-        vllm_environment = {
+def command_of(peer: str, model: Path, folder: Path, arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """How a peer's side is started, and with which environment."""
+    name, weights = peer.rsplit("-", 1)
+    if name == "vllm":
+        python = vllm_setup.set_up(arguments.vllm_venv)
+        variables = {
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in the process, as ours is
@@ -174,24 +211,35 @@ def run_shape(shape: str, python: Path, rows: list[str], arguments: argparse.Nam
             "VLLM_CACHE_ROOT": str(arguments.vllm_venv / "kvasir-cache"),
             "PYTHONPATH": "",
         }
-        sides = [
-            ([sys.executable, "-m", "tests.bench.kvasir_side", *model], {}),
-            ([str(python), str(ROOT / "tests/bench/vllm_side.py"), *model], vllm_environment),
-        ]
-        log = folder / "log"
+        dtype = {"f32": "float32", "bf16": "bfloat16"}[weights]
+        return [str(python), str(ROOT / "tests/bench/vllm_side.py"), "--model", str(model), "--dtype", dtype], variables
+    python, file = llamacpp_setup.set_up(arguments.llamacpp_venv), folder / f"{weights}.gguf"
+    write_gguf(model, file, weights)
+    return [str(python), str(ROOT / "tests/bench/llamacpp_side.py"), "--model", str(file)], {"PYTHONPATH": ""}
+
+
+def run_peer(peer: str, model: Path, rows: list[str], arguments: argparse.Namespace, deadline: float) -> None:
+    weights = peer.rsplit("-", 1)[1]
+    own = [sys.executable, "-m", "tests.bench.kvasir_side", "--model", str(model), "--dtype"]
+    own += ["bfloat16" if weights == "bf16" else "float32", "--quantize", QUANTIZED.get(weights, "none")]
+    folder = model.parent
+    log = folder / "log"
+    with ExitStack() as stack:
         ours, theirs = (
-            stack.enter_context(started(command, arguments.core, environment, log)) for command, environment in sides
+            stack.enter_context(started(command, arguments.cores, environment, log))
+            for command, environment in ((own, {}), command_of(peer, model, folder, arguments))
         )
         try:
             for side in (ours, theirs):
                 side.wait_ready()
-            print(f"\n| {shape} | Kvasir | {vllm_setup.version(arguments.vllm_venv)} | ratio | rounds | spread |")
+            print(f"\n| {model.name} | Kvasir | {peer} | ratio | rounds | spread |")
             print("| --- | --- | --- | --- | --- | --- |", flush=True)
             for row in rows:
                 if time.monotonic() > deadline:
                     print(f"| {row} | not measured: {arguments.minutes} minutes are over | | | | |")
                     continue
-                compare(row, ours, theirs, arguments.rounds, arguments.clock, deadline)
+                once = row == "shared" and peer.startswith("llama")
+                compare(row, ours, theirs, 1 if once else arguments.rounds, arguments.clock, deadline)
         except (RuntimeError, json.JSONDecodeError):
             print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
             raise
@@ -204,8 +252,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), help=f"groups ({', '.join(ROWS)}) or rows: {every}")
     parser.add_argument("--rounds", type=int, default=5, help="of each row; up to twice as many when they differ")
     parser.add_argument("--minutes", type=float, default=30.0, help="after which no further round begins")
-    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="that both sides are pinned to")
+    parser.add_argument("--cores", type=int, default=1, help="that the sides are pinned to, a thread on each")
+    parser.add_argument("--against", nargs="+", default=list(PEERS), choices=[*PEERS, "vllm-bf16"])
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: the processor time of each side")
+    parser.add_argument("--llamacpp-venv", type=Path, default=Path.home() / ".cache" / "kvasir" / "llamacpp")
     parser.add_argument("--vllm-venv", type=Path, default=Path.home() / ".cache" / "kvasir" / "vllm")
     arguments = parser.parse_args()
     rows = [row for name in arguments.rows for row in ROWS.get(name, [name])]
@@ -213,12 +263,15 @@ def main() -> None:
         parser.error(f"there are no rows {', '.join(sorted(unknown))}; there are {', '.join(every)}")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    python = vllm_setup.set_up(arguments.vllm_venv)
+    arguments.cores = sorted(os.sched_getaffinity(0))[-arguments.cores :]
     deadline = time.monotonic() + 60 * arguments.minutes
-    cores = f"core {arguments.core} of {os.cpu_count()}"
-    print(f"tokens per second; `shared` in seconds; one thread on {cores}, {arguments.clock} clock")
+    cores = f"cores {arguments.cores} of {os.cpu_count()}"
+    print(f"tokens per second; `shared` in seconds; a thread on each of {cores}, {arguments.clock} clock")
     for shape in arguments.shape:
-        run_shape(shape, python, rows, arguments, deadline)
+        with tempfile.TemporaryDirectory(prefix="kvasir-bench-") as name:
+            make_model(shape, Path(name) / shape)
+            for peer in arguments.against:
+                run_peer(peer, Path(name) / shape, rows, arguments, deadline)
 
 
 if __name__ == "__main__":
