@@ -16,6 +16,7 @@ import transformers
 
 from engine.compute.machine import collapse
 from engine.compute.model import LoadedModel, prepare
+from engine.compute.quantized_layers import quantize_layers
 from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
 from engine.loop import EngineLoop
@@ -30,9 +31,11 @@ WAIT_S = 600.0  # for one measurement
 class Side:
     """The engine, and the times at which its tokens arrive."""
 
-    def __init__(self, folder: Path, context: int, dtype: torch.dtype, threads: int) -> None:
+    def __init__(self, folder: Path, context: int, dtype: torch.dtype, threads: int, quantize: str) -> None:
         settings = EngineSettings(threads=threads, kv_cache_bytes=2 << 30)
         module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
+        if quantize != "none":
+            quantize_layers(module, 8 if quantize == "int8" else 4, dtype)
         shape, forward, is_fused, _ = prepare(module, "bench", context)
         collapse()  # as engine.model.load_model does
         files = TokenizerFiles("", None, {}, add_bos=False)
@@ -77,7 +80,7 @@ def main() -> None:
     arguments, answers = start()
     transformers.utils.logging.set_verbosity_error()
     dtype = getattr(torch, arguments.dtype)
-    serve(Side(arguments.model, arguments.context, dtype, len(arguments.cores)).measure, answers)
+    serve(Side(arguments.model, arguments.context, dtype, len(arguments.cores), arguments.quantize).measure, answers)
 
 
 if __name__ == "__main__":
