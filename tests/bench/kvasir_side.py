@@ -32,7 +32,9 @@ class Side:
     """The engine, and the times at which its tokens arrive."""
 
     def __init__(self, folder: Path, context: int, dtype: torch.dtype, threads: int, quantize: str) -> None:
-        settings = EngineSettings(threads=threads, kv_cache_bytes=2 << 30)
+        settings = EngineSettings(
+            threads=threads, kv_cache_bytes=2 << 30, speculation="none"
+        )  # random models repeat themselves
         module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
         if quantize != "none":
             quantize_layers(module, 8 if quantize == "int8" else 4, dtype)
