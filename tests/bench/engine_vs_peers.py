@@ -162,7 +162,9 @@ def tokens_per_s(row: str, side: Side, seed: int, clock: str) -> float:
         times = side.measure([prefix + ids(OWN) for _ in range(REQUESTS)], OWN, clock)
         return REQUESTS * OWN / max(one[-1] for one in times)
     # Decoding is timed from the moment when every sequence has its first token to when the first one ends.
-    times = side.measure([ids(DECODE_CONTEXT) for _ in range(int(size))], DECODE_TOKENS + 16, clock)
+    # Those that came first go on beside the prefills of the others, so that many need more tokens until then.
+    tokens = DECODE_TOKENS + 16 * int(size)
+    times = side.measure([ids(DECODE_CONTEXT) for _ in range(int(size))], tokens, clock)
     began, ended = max(one[0] for one in times), min(one[-1] for one in times)
     return sum(began < moment <= ended for one in times for moment in one) / (ended - began)
 
