@@ -7,6 +7,7 @@ setting, where it came from and what would be right. No torch here: `kvasir --he
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,20 @@ class Section(BaseModel):
     )
 
 
+def _join(value: Any) -> Any:
+    """A table or list of `name=folder` as one text, which the environment of an engine's process can hold."""
+    if isinstance(value, Mapping):
+        value = [f"{name}={folder}" for name, folder in value.items()]
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        raise ValueError("should be name=folder, with commas between, or a table")
+    parts = [part.strip() for part in map(str, parts) if part.strip()]
+    names = [part.partition("=")[0] for part in parts]
+    if any(not re.fullmatch(r"[^\s,=]{1,200}=[^,]+", part) for part in parts) or len({*names}) < len(names):
+        raise ValueError("should be name=folder, each name once, without spaces in names and commas in folders")
+    return ",".join(parts)
+
+
 class EngineSettings(Section):
     """[engine]: the bundled engine; `kvasir serve` hands these to every engine it starts."""
 
@@ -54,6 +69,8 @@ class EngineSettings(Section):
     """What the model computes in; `auto` is what it was saved in, if this machine is quick at it."""
     quantize: Literal["auto", "none", "int8", "int4"] = "auto"
     """Bits of weights: int8 and int4 are made while a model is loaded, `auto` does it where it would not fit else."""
+    lora: Annotated[str, BeforeValidator(_join)] = ""
+    """LoRA adapters in PEFT's format, each served as a model of its own: `name=folder`, with commas between."""
     device: str = "auto"
     """`auto` is the CPU; `cuda` or `cuda:1` is an experiment. With `cuda` several engines have a GPU each."""
     listen: str = "127.0.0.1:8090"
@@ -124,6 +141,12 @@ class EngineSettings(Section):
     """That wait for a gateway which does not read, before its connection is closed."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least level that is logged."""
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of `lora` by name."""
+        pairs = (one.split("=", 1) for one in self.lora.split(",") if one)
+        return {name: Path(folder) for name, folder in pairs}
 
 
 _Root = TypeVar("_Root", bound=BaseModel)

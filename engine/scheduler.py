@@ -15,7 +15,7 @@ breakpoints became.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ from engine.protocol import (
     Namespace,
     SequenceUpdate,
     Submit,
+    adapter_salt,
     split_digests,
 )
 from engine.queues import Queues
@@ -59,6 +60,7 @@ class Scheduler:
     eos_ids         end a sequence unless its sampling ignores them
     tiers           the pool's and those below it; the pool's alone when not given
     grammars        where grammars are compiled; without it, sequences that have one are refused
+    adapters        fingerprints of the model's LoRA adapters, the first of which has number 1
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Scheduler:
         eos_ids: tuple[int, ...] = (),
         tiers: Tiers | None = None,
         grammars: GrammarPool | None = None,
+        adapters: Iterable[str] = (),
     ) -> None:
         assert namespace.block_size == pool.block_size, "the namespace and the pool disagree about the block size"
         self.pool = pool
@@ -92,6 +95,7 @@ class Scheduler:
         self._queues = Queues()
         self._planner = Planner(self._queues, self.tables, self.claims, self.counters, settings)
         self._eos_ids = frozenset(eos_ids)
+        self._adapters = {fingerprint: number for number, fingerprint in enumerate(adapters, 1)}
         self._max_waiting = settings.max_waiting
         self._sequences = OpenSequences(
             self._queues, self.tables, self.claims, self.counters, context_tokens=context_tokens
@@ -142,6 +146,8 @@ class Scheduler:
         prompt, most = len(tokens), message.sampling.max_tokens
         if not prompt:
             return "the prompt is empty" if not message.tokens else "the prompt's bytes are not whole token ids"
+        if message.adapter and message.adapter not in self._adapters:
+            return f"this engine has no adapter {message.adapter}"
         if message.grammar is not None and message.sampling.ignore_eos:
             return "ignore_eos goes on where a grammar's text is complete; only one of them is possible"
         if message.lane not in LANES:
@@ -163,12 +169,13 @@ class Scheduler:
         return find_bad_breakpoint(message.breakpoints, prompt, self._lease_max_s)
 
     def _make_sequence(self, owner: str, message: Submit, tokens: array[int], arrived_s: float) -> Sequence:
+        salt = message.salt + adapter_salt(message.adapter)
         if not message.use_cache:
             digests = []
         elif len(message.digests) == len(tokens) // self.pool.block_size * DIGEST_BYTES:
             digests = split_digests(message.digests)
         else:
-            digests = self.tables.chain(message.tokens, message.salt)
+            digests = self.tables.chain(message.tokens, salt)
         return Sequence(
             owner=owner,
             seq=message.seq,
@@ -176,7 +183,8 @@ class Scheduler:
             num_prompt=len(tokens),
             digests=digests,
             sampling=message.sampling,
-            salt=message.salt,
+            salt=salt,
+            adapter=self._adapters.get(message.adapter, 0),
             lane=message.lane,
             request_id=message.request_id,
             tenant=message.tenant,

@@ -45,7 +45,8 @@ class Sequence:
     num_prompt: int
     digests: list[bytes]
     sampling: Sampling
-    salt: str = ""
+    salt: str = ""  # with what names its adapter
+    adapter: int = 0  # number of its adapter; 0: none
     lane: Lane = "online"
     request_id: str = ""
     tenant: str = ""  # whose leases its breakpoints become

@@ -219,6 +219,7 @@ def make_hello(settings: EngineSettings, model: LoadedModel, num_blocks: int) ->
         eos_ids=model.eos_ids,
         tokenizer=model.tokenizer.fingerprint(),
         created=int(time.time()),
+        adapters=model.adapters,
     )
 
 
@@ -259,6 +260,7 @@ def make_loop(
         context_tokens=hello.context_tokens,
         vocab_size=hello.vocab_size,
         eos_ids=hello.eos_ids,
+        adapters=[fingerprint for _, fingerprint in hello.adapters],
         tiers=build_tiers(settings, hello.namespace, pool, runner.cache),
         grammars=grammars,
     )

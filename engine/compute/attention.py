@@ -36,6 +36,7 @@ class StepAttention:
         self._spans = batch.spans
         # Of the rows that a model is asked for, the last so many are not among the last of a work.
         self.num_scored = len(batch.scored)
+        self.adapters = None if batch.adapters is None else torch.from_numpy(batch.adapters)
         self._attention: PagedAttention | ReferenceAttention | None = None  # made for the first layer
 
     @property

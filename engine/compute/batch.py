@@ -48,6 +48,7 @@ class Batch:
     slots      (num_tokens,)  int64  slot that each token's keys and values go to: block * block_size + offset
     asked      (num_asked,)   int64  rows whose logits are wanted: the last of each work, before it where it has drafts
     scored     (num_scored,)  int64  rows whose next token is a prompt's whose log probability is wanted
+    adapters   (num_tokens,)  int64  number of each row's adapter, 0 without one; None: no row has one
     """
 
     tokens: Ints
@@ -56,6 +57,7 @@ class Batch:
     asked: Ints
     spans: list[Span]
     scored: Ints
+    adapters: Ints | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -83,7 +85,9 @@ def make_batch(step: Step, block_size: int) -> Batch:
     scored = [
         span.row + at - span.start for work, span in zip(step.work, spans, strict=True) for at in scored_positions(work)
     ]
-    return Batch(tokens, positions, slots, np.array(asked, np.int64), spans, np.array(scored, np.int64))
+    numbers = [work.sequence.adapter for work in step.work]
+    adapters = np.repeat(numbers, [work.num_rows for work in step.work]) if any(numbers) else None
+    return Batch(tokens, positions, slots, np.array(asked, np.int64), spans, np.array(scored, np.int64), adapters)
 
 
 def scored_positions(work: Work) -> range:

@@ -15,7 +15,8 @@
 #define MAX_TOGETHER 8   /* rows of a product */
 #define AHEAD 256        /* floats of a weight that are asked for before they are needed */
 
-enum { KEEP, SWISH, MULTIPLY, ADD }; /* what becomes of a product: x, x * sigmoid(x), x * other, x + other */
+/* What becomes of a product: x, x * sigmoid(x), x * other, x + other, and the second of the fourth. */
+enum { KEEP, SWISH, MULTIPLY, ADD, ADD_SWISH };
 
 typedef struct {
     const float *weight; /* (panels, in_features, PANEL), zeros where there are no outputs */
@@ -82,12 +83,12 @@ TARGET INLINE void N(multiply_of)(const int rows, const int panels, const produc
                 if (left >= WIDTH) other = LOAD(p->other + to);
                 else memcpy(&other, p->other + to, sizeof(float) * (size_t)left);
             }
-            if (p->then == SWISH) {
+            if (p->then >= ADD) x += other;
+            if (p->then == SWISH || p->then == ADD_SWISH) {
                 floats size = (floats)((ints)x & 0x7fffffff), small = N(exp2_of)(size * ALL(-LOG2_E));
                 x = x * SELECT(x < 0, small, ALL(1.0f)) / (ALL(1.0f) + small);
             }
             if (p->then == MULTIPLY) x *= other;
-            if (p->then == ADD) x += other;
             if (left >= WIDTH) STORE(p->out + to, x);
             else memcpy(p->out + to, &x, sizeof(float) * (size_t)left);
         }

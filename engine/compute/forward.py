@@ -18,7 +18,7 @@ from engine.compute.kernel import Product, Rows, find_parallel, load_library, su
 PANEL: Final = 16  # of the source: outputs whose weights lie together
 PANELS: Final = 4  # of the source: their number is a multiple of it
 THREAD_LEAST: Final = 1 << 16  # numbers below which waking other threads takes longer than the work
-_KEEP, _SWISH, _MULTIPLY, _ADD = range(4)  # of the source
+_KEEP, _SWISH, _MULTIPLY, _ADD, _ADD_SWISH = range(5)  # of the source
 
 
 def is_compiled(dtype: torch.dtype, device: torch.device) -> bool:
@@ -64,6 +64,10 @@ class PanelWeight:
     def add(self, rows: Tensor, summand: Tensor) -> Tensor:
         """rows @ weight.T + bias + summand"""
         return self._multiply(rows, _ADD, summand)
+
+    def add_swish(self, rows: Tensor, summand: Tensor) -> Tensor:
+        """silu(rows @ weight.T + bias + summand)"""
+        return self._multiply(rows, _ADD_SWISH, summand)
 
     def _multiply(self, rows: Tensor, then: int, other: Tensor | None = None) -> Tensor:
         flat = rows if rows.dim() == 2 and rows.stride(1) == 1 else rows.reshape(-1, self.in_features).contiguous()

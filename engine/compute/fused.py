@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from engine.compute.attention import StepAttention
 from engine.compute.forward import rms_norm, turn
 from engine.compute.linear import can_pack
+from engine.compute.lora import AdaptedWeight, Owners, pairs_of
 from engine.compute.quantized_layers import JoinedWeight, Product, QuantizedLinear, release, weight_of
 
 TILE_ROWS: Final = 512  # rows of activations that are taken through a layer's products together
@@ -42,13 +43,13 @@ class _Layer:
     """
 
     input_norm: Tensor
-    qkv: Product | JoinedWeight
+    qkv: Product | JoinedWeight | AdaptedWeight
     qk_norm: Tensor | None
-    output: Product
+    output: Product | AdaptedWeight
     mlp_norm: Tensor
-    gate: Product
-    up: Product
-    down: Product
+    gate: Product | AdaptedWeight
+    up: Product | AdaptedWeight
+    down: Product | AdaptedWeight
     window: int | None
 
 
@@ -56,10 +57,11 @@ class FusedForward:
     """See engine.compute.model.Forward. Holds packed copies of the weights, the embedding, and the table of
     positions."""
 
-    def __init__(self, module: Any, context_tokens: int, windows: list[int | None]) -> None:
+    def __init__(self, module: Any, context_tokens: int, windows: list[int | None], owners: Owners) -> None:
         """Takes the weights out of the module as it packs them, so that there are never two copies of the whole."""
         model, config = module.model, module.config
         attention = model.layers[0].self_attn
+        self._owners = owners
         self._head_dim: int = attention.head_dim
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -81,18 +83,22 @@ class FusedForward:
             qk_norm = torch.cat([_norm_weight(norm).expand(count, -1) for norm, count in per_head])
         taken = _Layer(
             input_norm=_norm_weight(layer.input_layernorm),
-            qkv=weight_of(*projections),
+            qkv=self._weight(*projections),
             qk_norm=qk_norm,
-            output=weight_of(attention.o_proj),
+            output=self._weight(attention.o_proj),
             mlp_norm=_norm_weight(layer.post_attention_layernorm),
-            gate=weight_of(mlp.gate_proj),
-            up=weight_of(mlp.up_proj),
-            down=weight_of(mlp.down_proj),
+            gate=self._weight(mlp.gate_proj),
+            up=self._weight(mlp.up_proj),
+            down=self._weight(mlp.down_proj),
             window=window,
         )
         for linear in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             release(linear)
         return taken
+
+    def _weight(self, *linears: Any) -> Any:
+        product, pairs = weight_of(*linears), pairs_of(*linears)
+        return AdaptedWeight(product, pairs, self._owners) if pairs else product
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: StepAttention, rows: Tensor) -> Tensor:
         """(num_tokens,) tokens and positions -> (len(rows), vocab_size) logits."""
@@ -101,18 +107,22 @@ class FusedForward:
         parts = -(-num_rows // TILE_ROWS)
         hidden = list(_split(self._embed(tokens), parts))
         places = _split(positions, parts)
+        adapters = attention.adapters
+        owned = [None] * parts if adapters is None else _split(adapters, parts)
 
         # 2. All layers but the last: project each tile, attend as a whole, and finish each tile.
         shape = (num_rows, self._heads + 2 * self._kv_heads, self._head_dim)
         state = torch.empty(shape, dtype=self._dtype) if parts > 1 else None
         targets = state.tensor_split(parts) if state is not None else (None,)
-        for tile, target, place in zip(hidden, targets, places, strict=True):
+        for tile, target, place, own in zip(hidden, targets, places, owned, strict=True):
+            self._owners.take(own)
             projected = self._project(self._layers[0], tile, place, target)
         for index, layer in enumerate(self._layers[:-1]):
             attended = self._attend(index, layer, projected if state is None else state, attention)
             following = self._layers[index + 1]
             for part, (answer, target) in enumerate(zip(_split(attended, parts), targets, strict=True)):
                 attention.go_on()
+                self._owners.take(owned[part])
                 hidden[part] = self._finish(layer, answer, hidden[part])
                 projected = self._project(following, hidden[part], places[part], target)
 
@@ -132,6 +142,7 @@ class FusedForward:
                 answer = torch.cat((answer, attended.index_select(0, rows[len(ends) :])))
             residual = residual.index_select(0, rows)
         attention.go_on()
+        self._owners.take(None if adapters is None else adapters[rows])
         final = self._finish(last, answer, residual)
         attention.go_on()
         return self._head(rms_norm(final, self._final_norm, self._epsilon))
@@ -167,7 +178,9 @@ def _split(rows: Tensor, parts: int) -> Sequence[Tensor]:
     return rows.tensor_split(parts) if parts > 1 else (rows,)
 
 
-def fuse(module: Any, context_tokens: int, windows: list[int | None]) -> FusedForward | None:
+def fuse(
+    module: Any, context_tokens: int, windows: list[int | None], owners: Owners | None = None
+) -> FusedForward | None:
     """The fused forward of a loaded model; None for one that is not of the family, or not on a CPU that packs.
 
     windows  for each layer the positions its attention reaches back, None for all (engine/compute/probe.py observed
@@ -175,7 +188,7 @@ def fuse(module: Any, context_tokens: int, windows: list[int | None]) -> FusedFo
     """
     if type(module) not in _FAMILY or not _is_plain(module):
         return None
-    return FusedForward(module, context_tokens, windows)
+    return FusedForward(module, context_tokens, windows, owners or Owners())
 
 
 def _is_plain(module: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -26,6 +26,7 @@ from engine.compute.gguf_file import GGUFFile
 from engine.compute.int4_folder import check_int4, read_int4
 from engine.compute.kv_cache import STEP_BYTES, CacheShape, free_bytes
 from engine.compute.linear import has_onednn, is_quick, pack
+from engine.compute.lora import Adapter, Owners, attach, read_adapters, wrap
 from engine.compute.machine import collapse, has_cuda
 from engine.compute.model_files import (
     DEMO,
@@ -75,6 +76,7 @@ class LoadedModel:
     cost: Cost | None = None  # of its steps; None: not known
     quantization: str = ""  # of weights that were quantised here: int8, int4
     is_fused: bool = False  # by engine/compute/fused.py; else transformers' own forward with packed linear layers
+    adapters: tuple[tuple[str, str], ...] = ()  # names and fingerprints, by number from 1 on
     warnings: tuple[str, ...] = field(default=())  # what the start-up lines should say
 
     def namespace(self, block_size: int, hash_name: HashName) -> Namespace:
@@ -92,10 +94,11 @@ class LoadedModel:
 class GenericForward:
     """transformers' own forward over a flat batch, with our attention."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: Any, owners: Owners) -> None:
+        self._module, self._owners = module, owners
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: Any, rows: Tensor) -> Tensor:
+        self._owners.take(attention.adapters)
         output = self._module(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -133,6 +136,11 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
             + f" (model {settings.model!r}); should be none or auto"
         )
     _check_memory(settings, files, config, dtype, device, bits)
+    adapters: list[Adapter] = []
+    if settings.lora:
+        with torch.device("meta"):
+            shapes: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        adapters = read_adapters(settings.adapters, shapes, _name(settings, folder))
 
     # 2. Load the weights and prove the attention.
     if gguf is not None:
@@ -143,7 +151,7 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
         module = _load_module(folder, settings.model, _saved(config) if bits else dtype, device)
         if bits:  # from what was saved: never the whole in floating point of 32 bits
             quantize_layers(module, bits, dtype)
-    shape, forward, is_fused, cost = prepare(module, settings.model, context_tokens, fast=fast)
+    shape, forward, is_fused, cost = prepare(module, settings.model, context_tokens, fast=fast, adapters=adapters)
     if settings.kv_cache_dtype == "int8":
         shape = replace(shape, dtype=torch.int8)
         cost = cost and replace(cost, kv_bytes=shape.token_bytes // shape.num_layers)
@@ -164,6 +172,7 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
         cost=cost,
         is_fused=is_fused,
         quantization=f"int{bits}" if bits else "",
+        adapters=tuple((one.name, one.fingerprint) for one in adapters),
         warnings=tuple(warnings),
     )
 
@@ -173,7 +182,7 @@ def check_draft(settings: EngineSettings) -> EngineSettings | None:
     two models do not mean the same by a token. Reads no weights."""
     if settings.draft_model is None:
         return None
-    change: dict[str, Any] = {"model": settings.draft_model, "kv_cache_dtype": "auto"}
+    change: dict[str, Any] = {"model": settings.draft_model, "kv_cache_dtype": "auto", "lora": ""}
     change |= dict.fromkeys(("revision", "served_name", "max_context_tokens", "draft_model"))
     drafting = settings.model_copy(update=change)
     (size, tokens), (draft_size, draft_tokens) = map(_read_vocabulary, (settings, drafting))
@@ -194,7 +203,7 @@ def _read_vocabulary(settings: EngineSettings) -> tuple[int, tuple[Any, Any]]:
 
 
 def prepare(
-    module: Any, name: str, context_tokens: int, *, fast: bool = True
+    module: Any, name: str, context_tokens: int, *, fast: bool = True, adapters: Sequence[Adapter] = ()
 ) -> tuple[CacheShape, Forward, bool, Cost | None]:
     """Plugs our attention into a loaded transformers model, and makes it quick when it can be proved equal.
 
@@ -203,15 +212,19 @@ def prepare(
     """
     module.eval().requires_grad_(False)
     title = f"model {name!r} ({type(module).__name__})"
+    owners = Owners()
     with torch.inference_mode():
         try:
             shape, windows, expected = observe(module, context_tokens)
             cost = find_cost(module, shape, windows)
-            fused = fuse(module, context_tokens, windows) if fast else None
+            by_path = attach(module, adapters)
+            fused = fuse(module, context_tokens, windows, owners) if fast else None
             if fast and fused is None:
                 pack(module)
                 pack_quantized(module)
-            forward = fused or GenericForward(module)
+            if fused is None:
+                wrap(module, by_path, owners)
+            forward = fused or GenericForward(module, owners)
             compare(forward, shape, module, expected)
         except UnsupportedAttentionError as error:
             raise ModelError(f"{title} cannot be served: {error}") from None

@@ -19,7 +19,8 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, field, fields, replace
+from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 import xxhash
@@ -50,6 +51,12 @@ def _sha256_128(data: bytes) -> bytes:
 HASHES: Final[dict[HashName, Callable[[bytes], bytes]]] = {"xxh3_128": _xxh3_128, "sha256": _sha256_128}
 
 
+def adapter_salt(fingerprint: str) -> str:
+    """The last field of the salt of an adapter's blocks. Salts are made of tagged, length-prefixed fields, and gateways
+    know none of this name, so no tenant and no key can spell it."""
+    return f"adapter:{len(fingerprint)}:{fingerprint};" if fingerprint else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """Everything besides the tokens that makes KV vectors differ. Two equal namespaces may share blocks."""
@@ -66,8 +73,10 @@ class Namespace:
     def root(self) -> bytes:
         """chain_0: the digest that every chain in this namespace starts from. DIGEST_BYTES long."""
         parts = [b"kvasir-block-chain-v1"]
+        # An engine keeps blocks of several adapters, and tells them from each other by their salt.
+        own = {"adapter": "", "salt": self.salt + adapter_salt(self.adapter)}
         for spec in fields(self):
-            value = str(getattr(self, spec.name)).encode("utf-8", "surrogatepass")
+            value = str(own.get(spec.name, getattr(self, spec.name))).encode("utf-8", "surrogatepass")
             tag = spec.name.encode()
             parts.append(struct.pack("<II", len(tag), len(value)) + tag + value)
         return HASHES[self.hash_name](b"".join(parts))
@@ -207,6 +216,7 @@ class Submit:
     use_cache: bool = True  # False: reuses nothing, and nothing of it can be reused
     grammar: Grammar | None = None  # what the text has to be
     group: Group | None = None  # the other answers to its prompt
+    adapter: str = ""  # fingerprint of the LoRA adapter; `digests` are under the namespace with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +252,30 @@ class Hello:
     tokenizer: str  # fingerprint of what TOKENIZER_PATH returns
     created: int  # Unix second at which the engine started
     version: int = PROTOCOL_VERSION
+    adapters: tuple[tuple[str, str], ...] = ()  # LoRA: names under which the model with one is served, fingerprints
+    parent: str = ""  # the model that an adapter is of
+
+    def named(self, model: str) -> Hello:
+        """The same engine as it serves one of its adapters; as it is for any other name. One object for equal ones."""
+        return self if model == self.model or not self.adapters else _named(self, model)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """What an engine without adapters says is read by gateways that know none."""
+        return {name: value for name, value in asdict(self).items() if value or name not in ("adapters", "parent")}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Hello:
         namespace = Namespace(**data.pop("namespace"))
-        return cls(namespace=namespace, eos_ids=tuple(data.pop("eos_ids")), **data)
+        adapters = tuple((str(name), str(fingerprint)) for name, fingerprint in data.pop("adapters", ()))
+        return cls(namespace=namespace, eos_ids=tuple(data.pop("eos_ids")), adapters=adapters, **data)
+
+
+@lru_cache(maxsize=4096)
+def _named(hello: Hello, model: str) -> Hello:
+    if (fingerprint := dict(hello.adapters).get(model)) is None:
+        return hello
+    namespace = replace(hello.namespace, adapter=fingerprint)
+    return replace(hello, model=model, namespace=namespace, adapters=(), parent=hello.model)
 
 
 class Taker(NamedTuple):

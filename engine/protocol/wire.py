@@ -80,6 +80,8 @@ def encode(message: GatewayMessage | EngineMessage) -> bytes:
             }
             if message.breakpoints:
                 header["breakpoints"] = [[point.tokens, point.ttl_s] for point in message.breakpoints]
+            if message.adapter:
+                header["adapter"] = message.adapter
             if not message.use_cache:
                 header["use_cache"] = False
             if message.grammar is not None:

@@ -61,6 +61,7 @@ SHORT_FLAGS.update(
         "engine.served_name": "--served-name",
         "engine.dtype": "--dtype",
         "engine.quantize": "--quantize",
+        "engine.lora": "--lora",
         "engine.device": "--device",
         "engine.listen": "--listen",
         "engine.block_size": "--block-size",

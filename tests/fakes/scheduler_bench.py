@@ -25,8 +25,8 @@ def pack(tokens: list[int]) -> bytes:
     return array("I", tokens).tobytes()
 
 
-def digests_of(tokens: list[int], salt: str = "") -> bytes:
-    root = Namespace(weights="w", dtype="float32", kv_dtype="float32", block_size=SIZE, salt=salt).root()
+def digests_of(tokens: list[int], salt: str = "", adapter: str = "") -> bytes:
+    root = replace(NAMESPACE, salt=salt, adapter=adapter).root()
     return chain_digests(root, pack(tokens), SIZE)
 
 
@@ -61,11 +61,12 @@ class Bench:
         breakpoints: tuple[tuple[int, float], ...] = (),
         use_cache: bool = True,
         group: tuple[int, int] | None = None,
+        adapter: str = "",
         **sampling: Any,
     ) -> Sequence | None:
         self.now += 0.001
         sampling.setdefault("max_tokens", 4)
-        digests = digests_of(tokens, salt) if digests is None else digests
+        digests = digests_of(tokens, salt, adapter) if digests is None else digests
         message = Submit(
             seq,
             pack(tokens),
@@ -77,6 +78,7 @@ class Bench:
             breakpoints=tuple(Breakpoint(length, ttl_s) for length, ttl_s in breakpoints),
             use_cache=use_cache,
             group=None if group is None else Group(*group),
+            adapter=adapter,
         )
         return self.scheduler.submit(owner, message, self.now)
 
@@ -130,12 +132,21 @@ def make(
     context_tokens: int = 1000,
     eos_ids: tuple[int, ...] = (),
     policy: EvictionPolicy | None = None,
+    adapters: tuple[str, ...] = (),
     **changes: Any,
 ) -> Bench:
     values: dict[str, Any] = {"block_size": SIZE, "step_tokens": 64, "max_sequences": 8, **PATIENT}
     config = tuned(EngineSettings, **(values | changes))
     pool = BlockPool(num_blocks, SIZE, policy)
-    scheduler = Scheduler(pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids)
+    scheduler = Scheduler(
+        pool,
+        NAMESPACE,
+        config,
+        context_tokens=context_tokens,
+        vocab_size=VOCAB,
+        eos_ids=eos_ids,
+        adapters=adapters,
+    )
     return Bench(pool, scheduler, OracleRunner(pool, VOCAB, config.step_tokens))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import transformers
 
+from engine.compute.lora import Adapter
 from engine.compute.model import LoadedModel, prepare
 from engine.compute.quantized_layers import quantize_layers
 from engine.compute.runner import ModelRunner
@@ -118,10 +120,10 @@ def make_family(family: str, settings: dict[str, Any], dtype: torch.dtype = torc
     return module
 
 
-def make_loaded(module: Any, *, fast: bool = True, context: int = CONTEXT) -> LoadedModel:
+def make_loaded(module: Any, *, fast: bool = True, context: int = CONTEXT, adapters: Seq[Adapter] = ()) -> LoadedModel:
     """Takes the module over: do not use it afterwards."""
     dtype = module.dtype
-    shape, forward, is_fused, _ = prepare(module, "tiny", context, fast=fast)
+    shape, forward, is_fused, _ = prepare(module, "tiny", context, fast=fast, adapters=adapters)
     return LoadedModel(
         name="tiny",
         forward=forward,
@@ -145,6 +147,7 @@ def make_runner(
     block_size: int = 16,
     kv_dtype: torch.dtype | None = None,
     bits: Literal[8, 4] | None = None,
+    adapters: Seq[Adapter] = (),
 ) -> ModelRunner:
     """kv_dtype  of the cache; None is the model's
     bits  of quantised weights"""
@@ -152,7 +155,7 @@ def make_runner(
     module = make_module(kind, dtype)
     if bits:
         quantize_layers(module, bits, dtype)
-    model = make_loaded(module, fast=fast)
+    model = make_loaded(module, fast=fast, adapters=adapters)
     return ModelRunner(replace(model, cache_shape=replace(model.cache_shape, dtype=kv_dtype or dtype)), settings)
 
 
@@ -183,6 +186,7 @@ class Driver:
         sampling: Sampling = GREEDY,
         shared: list[int] | None = None,
         scattered: bool = False,
+        adapter: int = 0,
     ) -> Sequence:
         """A sequence with blocks for `room` more tokens, zeroed as the runner would; `shared` blocks come first."""
         size = self.runner._block_size
@@ -193,7 +197,7 @@ class Driver:
         if scattered:
             fresh = fresh[::2][::-1] + fresh[1::2]
         self.runner.cache.zero(fresh) if fresh else None
-        return Sequence("", 0, array("I", ids), len(ids), [], sampling, block_table=table + fresh)
+        return Sequence("", 0, array("I", ids), len(ids), [], sampling, adapter=adapter, block_table=table + fresh)
 
     def run(self, *work: Work, fresh: list[int] | None = None) -> list[int | None]:
         """One step; appends what was sampled."""
