@@ -10,12 +10,13 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.config import BatchSettings
-from gateway.queues.batch.base import Counts
+from gateway.queues.batch.base import Counts, Job
 from gateway.queues.batch.redis_jobs import PREFIX, RedisJobs, RedisScripts
 from gateway.queues.batch.redis_lines import RedisLines
+from gateway.queues.batch.worker import UNDO_S
 from gateway.storage.redis_calls import connect
-from tests.fakes.batches import FakeRunner, Lane
-from tests.fakes.redis_fleet import keys_of
+from tests.fakes.batches import FakeRunner, Lane, rows, until_holding
+from tests.fakes.redis_fleet import HOST, RedisNode, keys_of, opened, wait_for
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
@@ -76,3 +77,47 @@ async def test_while_redis_is_away_lines_wait_and_then_go_on(tmp_path: Path, cap
             assert job.counts == Counts(20, succeeded=20)
             assert Counter(runner.ran) == Counter(map(str, range(20)))
             assert caplog.text.count("Redis is unreachable") == 1
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+async def test_a_job_whose_end_a_fail_over_loses_ends_again_with_all_results(tmp_path: Path, in_files: bool) -> None:
+    """The replica becomes the primary as it was before the end, which the old primary has until it is killed."""
+    sent = [*rows(5), {"id": "last", "hold": True}]
+    with (
+        RedisNode(tmp_path / "primary", "--repl-diskless-sync-delay", "0") as primary,
+        RedisNode(tmp_path / "replica", "--replicaof", HOST, str(primary.port)) as replica,
+    ):
+
+        def is_behind() -> bool:
+            """ROLE: offset of a primary; state and offset of a replica."""
+            state, offset = replica.ask("ROLE")[3:5]
+            return bool(state != b"connected" or offset < primary.ask("ROLE")[1])
+
+        async with (
+            opened(f"redis://{HOST}:{primary.port}") as old,
+            opened(f"redis://{HOST}:{replica.port}") as new,
+        ):
+            before, after = Lane(tmp_path, stores=stores(old)), Lane(tmp_path, stores=stores(new))
+            runner = FakeRunner()
+            job = await before.create(sent, in_files=in_files)
+            async with before.gateway(runner):
+                await until_holding(runner, {"last"})
+                await until(lambda: _has_succeeded(before, job, 5))
+                wait_for(lambda: not is_behind(), "the replica does not follow")
+                replica.ask("REPLICAOF", "NO", "ONE")
+                runner.gate.set()
+                assert (await before.ended(job)).state == "completed"
+                before.now_s += UNDO_S
+                await before.worker(runner).sweep()
+            primary.kill()
+            assert (await after.found(job)).state == "in_progress"
+            after.now_s += after.settings.lease_s + 1.0
+            async with after.gateway(runner):
+                job = await after.ended(job)
+            assert (job.state, job.counts) == ("completed", Counts(6, succeeded=6))
+            assert await after.results(job) == [{"id": row["id"], "ran": True} for row in sent]
+            assert await after.swept() == ([] if in_files else [f"a/{job.id}/results.jsonl"])
+
+
+async def _has_succeeded(lane: Lane, job: Job, lines: int) -> bool:
+    return (await lane.found(job)).counts.succeeded == lines

@@ -25,7 +25,7 @@ from gateway.queues.batch.lines import MemoryLines
 from gateway.queues.batch.redis_jobs import RedisJobs
 from gateway.queues.batch.redis_lines import RedisLines
 from gateway.queues.batch.store import BatchStore, Stores
-from gateway.queues.batch.worker import Worker
+from gateway.queues.batch.worker import UNDO_S, Worker
 from gateway.types import StoredFile, Usage
 from tests.fakes.panic import Panic
 from tests.fakes.tuned import tuned
@@ -239,6 +239,12 @@ class Lane:
         async with self.store.results(job.tenant, job.dialect, job.id) as found:
             assert found is not None
             return [orjson.loads(row) for row in b"".join([piece async for piece in found[1]]).splitlines()]
+
+    async def swept(self) -> list[str]:
+        """What is on disk when the ends so far can no longer be lost."""
+        self.now_s += UNDO_S + 1.0
+        await self.worker(FakeRunner()).sweep()
+        return self.on_disk()
 
     def on_disk(self) -> list[str]:
         return sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())

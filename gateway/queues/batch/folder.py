@@ -165,7 +165,8 @@ class JobFolder:
     # -- removal ------------------------------------------------------------------------------------------------------
 
     def clean(self, job: Job) -> None:
-        """Leaves nothing but its results."""
+        """Leaves nothing but its results. May be repeated: a gateway that lost a line, and did not know it yet,
+        may have written its result after the job's end."""
         with disk.translated(WHAT):
             folder = self._of(job)
             if folder.is_dir():

@@ -20,7 +20,7 @@ from gateway.errors import BadRequestError
 from gateway.queues.batch.base import Counts, Job, JobError, State
 from gateway.queues.batch.lines import Progress
 
-Step = Literal["validate", "plan", "queue", "drop", "finalize", "clean", "wait"]
+Step = Literal["validate", "plan", "queue", "drop", "finalize", "close", "wait"]
 
 
 def new_id(now_s: float) -> str:
@@ -43,7 +43,7 @@ def created(draft: Job, now_s: float, window_s: float, input_file_id: str | None
 def next_step(job: Job, progress: Progress, now_s: float) -> Step:
     """What to do for a job next."""
     if job.has_ended:
-        return "clean"
+        return "close"
     if not job.validated:
         return "validate"
     if progress.done >= job.counts.total:

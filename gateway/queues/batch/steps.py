@@ -91,8 +91,8 @@ class Steps:
         while (job := await self._jobs.find(job_id)) is not None and await self._lease(job_id):
             progress = await self._lines.progress(job_id)
             step = next_step(job, progress, self._now())
-            if step == "clean":
-                await self._clean(job)
+            if step == "close":
+                await self._close(job)
                 break
             if step == "wait" or (step == "drop" and dropped):
                 break
@@ -256,7 +256,7 @@ class Steps:
             await self._jobs.put(states.held_up(job, error))
         raise HeldUpError(error.message, retry_s)
 
-    async def _clean(self, job: Job) -> None:
-        await asyncio.to_thread(self._folder.clean, job)
+    async def _close(self, job: Job) -> None:
+        """A sweep cleans its folder later (UNDO_S): Redis may lose this end."""
         await self._lines.forget(job.id)
         await self._jobs.put(job, forget_ms=round((self._now() + self._settings.keep_s) * 1e3))

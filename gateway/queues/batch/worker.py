@@ -36,6 +36,9 @@ SWEEP_S: Final = 300.0
 FORGET_AT_ONCE: Final = 100
 ORPHAN_S: Final = 3600.0
 """After which a folder without a record is removed: its job was being created."""
+UNDO_S: Final = 60.0
+"""After a job's end until its rows and spools are removed. A Redis that fails over may lose the end, as replication is
+asynchronous: the job then runs again, and needs them."""
 
 CLOSE_TIMEOUT_S: Final = 5.0
 CANCEL_S: Final = 1.0
@@ -140,17 +143,16 @@ class Worker:
         for job in (*over, *stuck):
             await stores.forget(job)
         for tenant, job_id in await asyncio.to_thread(stores.folder.jobs):
-            if _created_s(job_id) < now_s - ORPHAN_S:
-                await self._sweep_folder(tenant, job_id)
+            await self._sweep_folder(tenant, job_id, now_s)
         await asyncio.to_thread(stores.folder.sweep)
         self._not_before = {name: until_s for name, until_s in self._not_before.items() if until_s > self._clock()}
 
-    async def _sweep_folder(self, tenant: str, job_id: str) -> None:
-        """A gateway that lost a line, and did not know it yet, may have written its result after the job's end."""
+    async def _sweep_folder(self, tenant: str, job_id: str, now_s: float) -> None:
         job = await self._stores.jobs.find(job_id)
         if job is None:
-            await asyncio.to_thread(self._stores.folder.remove, tenant, job_id)
-        elif job.has_ended:
+            if _created_s(job_id) < now_s - ORPHAN_S:
+                await asyncio.to_thread(self._stores.folder.remove, tenant, job_id)
+        elif job.has_ended and job.reached.get(job.state, job.created_s) < now_s - UNDO_S:
             await asyncio.to_thread(self._stores.folder.clean, job)
 
     def _job_done(self, job_id: str) -> None:

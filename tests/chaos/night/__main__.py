@@ -111,7 +111,7 @@ async def night(options: argparse.Namespace, folder: Path, disk: Path, *, nft: b
             within = checks.bounds(load, faults.log)
             ledger = await checks.read_ledger(place)
             told = await _calm(load, ledger, place)
-            await checks.check_files(load, place)
+            await checks.check_files(load, place, faults.log)
             keys = await asyncio.to_thread(watch.keys)
         finally:
             load.over.set()

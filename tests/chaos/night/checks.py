@@ -166,9 +166,6 @@ def check_ends(load: Load, faults: list[Fault]) -> None:
             near = [f for f in faults if f.redis and f.begun_s - REPLICATION_S < batch.made_s < f.ended_s]
             if not near:
                 load.violate("batches", f"{where}: and no fail-over when it was made")
-        elif None in batch.rows and any(f.redis and f.ended_s > batch.made_s for f in faults):
-            # Its end was what the lost primary had accepted last, and its input was deleted by then.
-            batch.state = "undone by a fail-over"
         elif batch.rows != batch.wanted:
             twice = {name: count for name, count in batch.rows.items() if count != 1}
             load.violate("batches", f"{where}: {len(batch.rows)} of {len(batch.wanted)} lines, not once: {twice}")
@@ -217,9 +214,9 @@ def bounds(load: Load, faults: list[Fault]) -> dict[str, dict[str, tuple[int, in
     return found
 
 
-async def check_files(load: Load, place: Place) -> None:
-    """No file is there that no client knows, but for those whose answer was lost; none that was deleted, and nothing
-    half-written."""
+async def check_files(load: Load, place: Place, faults: list[Fault]) -> None:
+    """No file is there that no client knows, but for those whose answer was lost, and those of a batch that ended
+    again, with other files, after a fail-over. None is there that was deleted, and nothing half-written."""
     found: set[str] = set()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
         for key in TENANTS.values():
@@ -228,7 +225,8 @@ async def check_files(load: Load, place: Place) -> None:
                 found |= {one["id"] for one in (await answer.json())["data"]}
     unheard = [sent for sent in load.sent if sent.outcome == "lost" and sent.kind in ("POST files", "POST batches")]
     unread = [batch for batch in load.batches if batch.dialect == "chat" and not batch.rows]
-    if len(found - load.uploaded) > len(unheard) + 2 * (len(unheard) + len(unread)):
+    undone = sum(fault.redis for fault in faults)
+    if len(found - load.uploaded) > len(unheard) + 2 * (len(unheard) + len(unread) + undone):
         load.violate("files", f"{len(found - load.uploaded)} files that no client knows, {len(unheard)} answers lost")
     if back := found & load.deleted:
         load.violate("files", f"deleted, and there: {sorted(back)[:5]}")

@@ -82,7 +82,7 @@ def test_a_job_that_is_cancelled_while_it_is_validated_knows_its_lines_in_the_en
 def test_a_job_that_fails_says_why() -> None:
     job = jobs.failed(new(), [JobError("empty_file", "Empty.")], 101.0)
     assert (job.state, job.errors, job.reached["failed"]) == ("failed", (JobError("empty_file", "Empty."),), 101.0)
-    assert next_step(job, NONE, 999.0) == "clean"
+    assert next_step(job, NONE, 999.0) == "close"
 
 
 def test_cancelling_twice_is_once_and_what_has_ended_cannot_be_cancelled() -> None:

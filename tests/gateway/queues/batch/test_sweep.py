@@ -32,6 +32,8 @@ async def test_jobs_are_forgotten_after_a_time_and_folders_of_none_are_swept_awa
     async with lane.gateway(FakeRunner()):
         await lane.ended(job)
     await worker.sweep()
+    assert f"a/{job.id}/input.jsonl" in lane.on_disk(), "Redis may lose its end"
+    assert await lane.swept() == [f"a/{late.id}/results.jsonl"]
     assert await lane.store.find("a", "openai", job.id) is not None
     lane.now_s += lane.settings.keep_s
     await worker.sweep()

@@ -40,7 +40,7 @@ async def test_a_job_goes_through_all_its_states_and_leaves_nothing_but_its_file
     assert output is not None
     assert (output.purpose, output.filename) == ("batch_output", f"batch_{job.id}_output.jsonl")
     assert output.expires_s == output.created_s + 3600.0
-    assert lane.on_disk() == []
+    assert await lane.swept() == []
 
 
 async def test_a_job_whose_rows_were_sent_has_results_to_read_instead_of_files(lane: Lane) -> None:
@@ -56,7 +56,7 @@ async def test_a_job_whose_rows_were_sent_has_results_to_read_instead_of_files(l
         job = await lane.ended(job)
     assert (job.state, job.output_file_id, job.error_file_id) == ("completed", None, None)
     assert [row["id"] for row in await lane.results(job)] == ["1", "2", "3"]
-    assert lane.on_disk() == [f"a/{job.id}/results.jsonl"]
+    assert await lane.swept() == [f"a/{job.id}/results.jsonl"]
     assert not await lane.store.delete("b", "anthropic", job.id)
     assert await lane.store.delete("a", "anthropic", job.id)
     assert await lane.store.find("a", "anthropic", job.id) is None
@@ -115,7 +115,7 @@ async def test_a_wrong_input_fails_the_job_with_its_lines(lane: Lane) -> None:
         job = await lane.ended(job)
     assert (job.state, job.errors) == ("failed", (JobError("invalid_json_line", "Bad.", None, 3),))
     assert await lane.files.all_of("a") == [await lane.files.find("a", str(job.input_file_id))]
-    assert lane.on_disk() == []
+    assert await lane.swept() == []
 
 
 async def test_a_fault_of_ours_costs_its_job_or_its_line_and_is_logged(
@@ -391,5 +391,5 @@ async def test_a_gateway_may_be_cut_off_at_any_call_and_another_one_goes_on(
         assert found == Counter(row["id"] for row in MIXED), f"killed at call {dies_at}"
         expected = 3 if in_files else 1
         assert len(await lane.files.all_of("a")) == expected, "input, output, errors; nobody's file is none"
-        assert lane.on_disk() == ([] if in_files else [f"a/{job.id}/results.jsonl"])
+        assert await lane.swept() == ([] if in_files else [f"a/{job.id}/results.jsonl"])
     assert dies_at > 30, "it was cut off often"
