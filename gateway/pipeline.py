@@ -150,9 +150,10 @@ class Pipeline:
                     break
                 self._go_on(request, sequence, engine, error, losses, last=attempt == MAX_ATTEMPTS)
             except (OverloadedError, QueueFullError) as error:
-                if (cause := losses.cause(begun=sequence.has_begun, taken=engine is not None)) is None:
+                # Before the first token the client hears when to retry; in its answer, that the engine was lost.
+                if not sequence.has_begun or engine is not None or losses.last is None:
                     raise
-                raise cause from error
+                raise losses.last from error
         for event in sequence.feed(SequenceUpdate(0, finish="length")):  # all that is missing is to be told the end
             yield event
 
@@ -274,13 +275,6 @@ class _Losses:
         self.last, self.dead = error, error if error.died else self.dead
         if engine is not None:
             self.engines.add(engine.hello.incarnation)
-
-    def cause(self, *, begun: bool, taken: bool) -> EngineLostError | None:
-        """Why a request fails that no engine has room for: in the middle of its answer because it lost one, unless the
-        next one has `taken` it; before it because one died."""
-        if not begun:
-            return self.dead
-        return None if taken else self.last
 
 
 async def _render(request: Request, sequence: RunningSequence, engine: Engine, model: Hello) -> bool:

@@ -16,6 +16,7 @@ from gateway.errors import (
     EngineFailedError,
     EngineLostError,
     EnginesDiedError,
+    NoEngineError,
     OverloadedError,
 )
 from gateway.types import (
@@ -323,12 +324,13 @@ async def test_a_line_whose_engine_died_is_left_to_its_batch() -> None:
     assert [len(engine.asked) for engine in engines] == [1, 0]
 
 
-async def test_who_finds_no_engine_after_one_died_is_told_of_that_one() -> None:
-    stages = Stages([ScriptedEngine("a", [[death(), OverloadedError("full")]])])
-    stages.engines[0].scripts.append([OverloadedError("full")])
-    with pytest.raises(EngineLostError) as caught:
+async def test_a_request_that_finds_no_engine_after_one_died_hears_when_to_retry() -> None:
+    stages = Stages([ScriptedEngine("a", [[death()]])])
+    away = NoEngineError("m", retry_after_s=1.0)
+    stages.engines[0].scripts.append([away])
+    with pytest.raises(NoEngineError) as caught:
         await walk(stages, request())
-    assert caught.value.died
+    assert caught.value is away
 
 
 async def test_a_sequence_that_failed_is_not_tried_again() -> None:
