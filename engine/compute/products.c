@@ -30,6 +30,7 @@
 #define BLOCK 16           /* outputs that lie together */
 #define CHUNK_BYTES 262144 /* of rounded rows that pass a block: they stay in a second-level cache */
 #define SPAN_BYTES 32768   /* of weights that a thread takes at least */
+#define AHEAD 16384        /* by bits of a number: bytes of a weight that are asked for before they are needed */
 
 enum { PLAIN, NEON, NEON_DOT, AVX2, AVX2_VNNI, AVX512_VNNI };
 enum { NOTHING, SWISH, MULTIPLY, ADD };
@@ -326,6 +327,7 @@ TARGET INLINE void N(tile)(const product_t *p, const int bits, const int count, 
 #pragma GCC unroll 4
             for (int k = 0; k < 4; k++) {
                 bytes quad[VECTORS];
+                if (bits == 8 || k % 2) __builtin_prefetch(values + (bits == 8 ? k : k / 2) * 64 + AHEAD / bits, 0, 3);
 #pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) {
                     quad[v] = *(const bytes *)(values + (bits == 8 ? k : k / 2) * 64 + 4 * WIDTH * v);
