@@ -78,7 +78,9 @@ class EngineSettings(Section):
     advertise: str | None = None
     """URL under which gateways on other machines reach this engine; `listen` when not set."""
     secret: str | None = None
-    """Shared with the gateways; required where `listen` is neither a loopback address nor a socket file."""
+    """Shared with the gateways; this or `tls_dir` is required where `listen` is neither loopback nor a socket file."""
+    tls_dir: Path | None = None
+    """Folder with `tls.crt`, `tls.key` and `ca.crt` of an engine or a gateway: each verifies the other by the CA."""
     block_size: Annotated[int, Field(ge=4, le=1024)] = 16
     """Tokens per block."""
     kv_cache_bytes: Annotated[NonNegativeInt, BeforeValidator(lambda value: 0 if value == "auto" else value)] = 0

@@ -27,6 +27,7 @@ from engine.config import ConfigError, EngineSettings
 from engine.protocol import Hello, TokenizerFiles
 from engine.publish import REDIS_TIMEOUT_S, Publisher
 from engine.server import CLOSE_TIMEOUT_S, EngineServer, OnBlocks, OnFrames
+from engine.tls import Certificate, between
 
 if TYPE_CHECKING:
     from engine.compute.model import LoadedModel
@@ -55,6 +56,7 @@ async def serve(settings: EngineSettings, redis_url: str | None, ready: Callable
     RuntimeError when the model's thread ended by itself.
     """
     _check_address(settings)
+    certificate = None if settings.listen.startswith("unix:") else between(settings.tls_dir, serves=True)
     # 1. The model, loaded in a thread; a signal during it ends the process at once.
     model, runner = await asyncio.to_thread(load, settings)
     hello = make_hello(settings, model, runner.num_blocks)
@@ -71,7 +73,7 @@ async def serve(settings: EngineSettings, redis_url: str | None, ready: Callable
     try:
         if not await asyncio.to_thread(loop.wait_restored, RESTORED_LIMIT_S):
             log.info("the blocks on disk are still being looked through")
-        url = await _listen(web_runner, settings)
+        url = await _listen(web_runner, settings, certificate)
         async with _publishing(server, redis_url, url, settings):
             log.info("engine ready: %s on %s, %d blocks of %d tokens", *_summary(hello, url))
             if ready is not None:
@@ -88,17 +90,21 @@ async def serve(settings: EngineSettings, redis_url: str | None, ready: Callable
 
 
 def _check_address(settings: EngineSettings) -> None:
-    """An engine answers every client with any tenant's blocks, so on a network it wants a secret."""
+    """An engine answers every client with any tenant's blocks, so on a network it wants a secret, or certificates."""
     host, _, port = settings.listen.rpartition(":")
     if settings.listen.startswith("unix:"):
         return
     if not host or not port.isdecimal():
         raise ConfigError(f"engine.listen: {settings.listen!r}: should be host:port or unix:PATH")
-    if not settings.secret and not _is_loopback(host.strip("[]")):
+    if settings.tls_dir and settings.advertise and not settings.advertise.startswith("https://"):
+        raise ConfigError(
+            f"engine.advertise: {settings.advertise!r} should begin with https://, as engine.tls_dir is set"
+        )
+    if not settings.secret and not settings.tls_dir and not _is_loopback(host.strip("[]")):
         raise ConfigError(
             f"engine.listen: {settings.listen!r} can be reached from other machines, and they could read every "
             "tenant's prompts: set engine.secret (KVASIR_ENGINE_SECRET) to the same value here and at the gateways, or "
-            "listen on 127.0.0.1 or unix:PATH"
+            "engine.tls_dir, or listen on 127.0.0.1 or unix:PATH"
         )
 
 
@@ -109,7 +115,7 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-async def _listen(runner: web.AppRunner, settings: EngineSettings) -> str:
+async def _listen(runner: web.AppRunner, settings: EngineSettings, certificate: Certificate | None = None) -> str:
     """Listens where the settings say. Returns the URL under which gateways reach it."""
     if settings.listen.startswith("unix:"):
         path = _socket_file(settings.listen)
@@ -117,11 +123,13 @@ async def _listen(runner: web.AppRunner, settings: EngineSettings) -> str:
         os.chmod(path, 0o600)  # a client that may connect may read every tenant's text
         return settings.advertise or f"unix:{path}"
     host, _, port = settings.listen.rpartition(":")
-    await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+    context = None if certificate is None else certificate.listening()
+    await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context).start()
     if settings.advertise:
         return settings.advertise
     bound = runner.addresses[0][1]
-    return f"http://{sockets.gethostname() if host.strip('[]') in _EVERYWHERE else host}:{bound}"
+    scheme = "http" if certificate is None else "https"
+    return f"{scheme}://{sockets.gethostname() if host.strip('[]') in _EVERYWHERE else host}:{bound}"
 
 
 def _socket_file(listen: str) -> str:

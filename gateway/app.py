@@ -20,6 +20,7 @@ from aiohttp import web
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
+from engine import tls
 from engine.config import ConfigError
 from gateway.admin.accounting import audit_entry
 from gateway.admin.audit import AuditLog
@@ -142,6 +143,7 @@ class Gateway:
         self.queue: SlotQueue[Client] = SlotQueue(settings.queue, workers=settings.server.workers)
         self.embedder = Embedder(settings.embeddings)
         self.breaker = RedisBreaker(retry_s=REDIS_RETRY_S)
+        self.certificate = tls.between(settings.engine.tls_dir, serves=False)  # at engines
         self.index = PrefixIndex(self.memory, self._calls(), retry_s=REDIS_RETRY_S)
         calls, quota = self._calls(), content_store.quota_of(settings.gemini)
         shared_contents = None if calls is None else RedisBytes(calls, content_store.STORE, quota, time.time)
@@ -374,6 +376,7 @@ class Gateway:
             name,
             url,
             secret=self.settings.engine.secret,
+            certificate=self.certificate,
             on_tokenizer=self.prompts.load,
             on_blocks=self.memory.apply,
             on_lost=self._lost,

@@ -20,6 +20,7 @@ from typing import Final
 
 from aiohttp import web
 
+from engine import tls
 from engine.compute.machine import available_bytes, choose_threads, usable_cores
 from gateway import tasks
 from gateway.admin.sources import no_others
@@ -71,6 +72,7 @@ async def serve(
     share_interpreter()
     raise_limit()
     given, settings = settings, choose_engine(settings, environ) if own_engines and parent is None else settings
+    certificate = certificate_of(settings)
     stop = _stop_at_signals()
     fatal: list[ChildStartError] = []
 
@@ -111,7 +113,7 @@ async def serve(
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         if parent is None:
-            port = await _listen(runner, settings)
+            port = await _listen(runner, settings, certificate)
         # 3. Engines: own ones, configured ones, and those that announce themselves.
         stack.push_async_callback(gateway.registry.stop)
         engine_urls = {} if parent is None else parent.place.engine_urls
@@ -138,7 +140,7 @@ async def serve(
         stack.push_async_callback(app[LOG].close)
         if parent is not None:  # the port is open all the time, and this worker has it once it is as good as others
             await _same_engines(gateway, parent.place.joined, stop)
-            port = await _listen(runner, settings, parent.sockets)
+            port = await _listen(runner, settings, certificate, parent.sockets)
             await parent.connect(app[ADMIN].snapshot, lambda changed: gateway.plan(changed, environ))
             gateway.reload = parent.reload
             stack.push_async_callback(parent.close)
@@ -161,6 +163,12 @@ async def serve(
         await runner.cleanup()
     if fatal:
         raise fatal[0]
+
+
+def certificate_of(settings: Settings) -> tls.Certificate | None:
+    """Of the port. Raises ConfigError."""
+    cert, key = settings.tls.cert, settings.tls.key
+    return None if cert is None or key is None else tls.Certificate("tls", cert, key)
 
 
 def _reload_with(reloading: Reloading, gateway: Gateway, stop: asyncio.Event) -> None:
@@ -247,10 +255,16 @@ def own_engines_of(
     )
 
 
-async def _listen(runner: web.AppRunner, settings: Settings, sockets: Sequence[socket.socket] = ()) -> int:
+async def _listen(
+    runner: web.AppRunner,
+    settings: Settings,
+    certificate: tls.Certificate | None,
+    sockets: Sequence[socket.socket] = (),
+) -> int:
     """Of a worker on its own sockets. Returns the port."""
+    context = None if certificate is None else certificate.listening()
     for sock in sockets or (None,):
-        await Site(runner, settings.server.host, settings.server.port, backlog=1024, sock=sock).start()
+        await Site(runner, settings.server.host, settings.server.port, backlog=1024, sock=sock, tls=context).start()
     address = runner.addresses[0]
     return int(address[1])
 
@@ -292,7 +306,8 @@ def _introduce(gateway: Gateway, port: int, own_engines: bool, say: Callable[[st
     """A few lines: what runs, how to use it, where to look."""
     settings = gateway.settings
     host = settings.server.host
-    url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"  # noqa: S104 - compared, not bound
+    scheme = "http" if settings.tls.cert is None else "https"
+    url = f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"  # noqa: S104 - compared, not bound
     models = list(gateway.registry.models())
     engines = gateway.registry.engines
     lines = [f"Kvasir {installed_version()} on {url}"]

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
 
+from engine import tls
 from engine.config import ConfigError
 from gateway import tasks
 from gateway.admin.audit import AuditLog
@@ -36,7 +37,7 @@ from gateway.parent import Place
 from gateway.peer import Peer
 from gateway.processes import Child, Children, ChildStartError
 from gateway.reload import Reloading
-from gateway.serving import own_engines_of, start_redis
+from gateway.serving import certificate_of, own_engines_of, start_redis
 from gateway.vllm_process import choose_engine
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ async def serve_workers(
 
     given, settings = settings, choose_engine(settings, environ) if own_engines else settings
     _check(settings, environ)
+    certificate_of(settings)
+    tls.between(settings.engine.tls_dir, serves=False)
     parts = [part_of(settings, number) for number in range(settings.server.workers)]
     async with AsyncExitStack() as stack:
         sockets = bind(settings.server.host, settings.server.port, len(parts))

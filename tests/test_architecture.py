@@ -42,7 +42,7 @@ FOUNDATION = {
     "gateway.storage.ring",
     *("gateway.config", "gateway.digests", "gateway.gate", "gateway.logs", "gateway.native", "gateway.propagation"),
     "engine.protocol.frozen",
-    *("engine.redis_url", "engine.redis_client"),
+    *("engine.redis_url", "engine.redis_client", "engine.tls"),
 }
 PROTOCOL = {"engine.protocol"}
 PROMISES = {

@@ -14,8 +14,9 @@ import logging
 import re
 import resource
 import socket
+import ssl
 from collections import Counter
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadStatusLine, HttpProcessingError
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 RESERVED: Final = 2048
 """Descriptors above each of the two watermarks; a fourth of all where that is less. Connections that come together are
 all accepted before the first of them is refused, so that only half as many may come together (the backlog)."""
+HANDSHAKE_S: Final = 10.0
+"""For a handshake of TLS; a connection is looked at by its number after it."""
 RETRY_AFTER_S: Final = 5.0
 _FOR_OPERATORS: Final = ("/health", "/metrics", "/admin")
 _MESSAGE: Final = "The server has too many connections. Please try again later."
@@ -72,9 +75,16 @@ class Site(web.TCPSite):
     """A TCP site whose connections go through a _Gate. `sock` is bound, in place of host and port."""
 
     def __init__(
-        self, runner: web.BaseRunner, host: str, port: int, *, backlog: int = 128, sock: socket.socket | None = None
+        self,
+        runner: web.BaseRunner,
+        host: str,
+        port: int,
+        *,
+        backlog: int = 128,
+        sock: socket.socket | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(runner, host, port, backlog=backlog)
+        super().__init__(runner, host, port, backlog=backlog, ssl_context=tls)
         self._sock = sock
 
     async def start(self) -> None:
@@ -84,10 +94,13 @@ class Site(web.TCPSite):
         backlog = min(self._backlog, _reserved(_limit()) // 2)
         gate = lambda: _Gate(server)  # noqa: E731
         loop = asyncio.get_running_loop()
+        options: dict[str, Any] = {"backlog": backlog}
+        if self._ssl_context is not None:
+            options |= {"ssl": self._ssl_context, "ssl_handshake_timeout": HANDSHAKE_S}
         if self._sock is None:
-            self._server = await loop.create_server(gate, self._host, self._port, backlog=backlog)
+            self._server = await loop.create_server(gate, self._host, self._port, **options)
         else:
-            self._server = await loop.create_server(gate, sock=self._sock, backlog=backlog)
+            self._server = await loop.create_server(gate, sock=self._sock, **options)
 
 
 class _Gate(asyncio.Protocol):

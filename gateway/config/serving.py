@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from engine import redis_url
 from engine.config import Section
@@ -45,6 +45,21 @@ class ServerSettings(Section):
     """Origins of web pages that may read answers, as `https://example.com`, or `*`."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least level that is logged."""
+
+
+class TlsSettings(Section):
+    """[tls]: the certificate of the gateway's port. Files that change are used within seconds, by new connections."""
+
+    cert: Path | None = None
+    """PEM file of the certificate, with those between it and its CA behind it; without one the port speaks HTTP."""
+    key: Path | None = None
+    """PEM file of its key, without a password."""
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError(f"tls.{'key' if self.key is None else 'cert'} is missing: a certificate needs its key")
+        return self
 
 
 class LogSettings(Section):
@@ -109,7 +124,7 @@ class EnginesSettings(Section):
     count: Annotated[int, Field(ge=0, le=64)] = 1
     """Engines that `kvasir serve` starts on this machine and starts again when they end."""
     urls: Annotated[tuple[str, ...], COMMAS] = ()
-    """Engines that run already: `http://host:port` or `unix:PATH`; several separated by commas."""
+    """Engines that run already: `http://host:port`, `https://` or `unix:PATH`; several separated by commas."""
     discover: bool = True
     """Also use the engines that announce themselves in the same Redis."""
     start_timeout_s: PositiveFloat = 600.0

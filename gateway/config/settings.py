@@ -25,6 +25,7 @@ from gateway.config.serving import (
     RedisSettings,
     ServerSettings,
     SloSettings,
+    TlsSettings,
 )
 from gateway.config.stages import PromptSettings, QueueSettings, ResponseCacheSettings, SemanticCacheSettings
 from gateway.config.tenants import (
@@ -79,6 +80,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     server: ServerSettings = ServerSettings()
+    tls: TlsSettings = TlsSettings()
     logs: LogSettings = LogSettings()
     slo: SloSettings = SloSettings()
     otel: OtelSettings = OtelSettings()

@@ -33,6 +33,7 @@ from engine.protocol import (
     TokenizerFiles,
     decode,
 )
+from engine.tls import Certificate
 from gateway import tasks
 from gateway.engines.connection import Connection
 from gateway.engines.http_calls import fetch_stats, fetch_tokenizer, request_purge
@@ -70,6 +71,7 @@ class BundledEngine:
         url: str,
         *,
         secret: str | None = None,
+        certificate: Certificate | None = None,
         on_tokenizer: OnTokenizer,
         on_blocks: OnBlocks,
         on_lost: OnLost,
@@ -80,7 +82,8 @@ class BundledEngine:
         stats_timeout_s: float = STATS_TIMEOUT_S,
     ) -> None:
         """
-        url           http://host:port, or unix:PATH
+        url           http://host:port, https://host:port, or unix:PATH
+        certificate   of this gateway, for an engine with https; without one the CAs of the system are asked
         on_tokenizer  called before the engine counts as joined, when model or tokeniser are new to this object; may
                       raise to refuse the engine
         on_blocks     called for an incarnation's block events, in order
@@ -92,7 +95,7 @@ class BundledEngine:
         self.url = url
         self._connect_timeout_s, self._stats_timeout_s = connect_timeout_s, stats_timeout_s
         self._longest_retry_s = longest_retry_s
-        self._secret = secret
+        self._secret, self._certificate = secret, certificate
         self._on_tokenizer = on_tokenizer
         self._on_blocks = on_blocks
         self._on_lost = on_lost
@@ -261,7 +264,7 @@ class BundledEngine:
 
     async def _connect(self) -> None:
         """One connection, from the handshake to its end. Always raises, at the latest when the engine closes it."""
-        base, connector = _connector(self.url)
+        base, connector = _connector(self.url, self._certificate)
         headers = {SECRET_HEADER: self._secret} if self._secret else {}
         timeout_s = self._connect_timeout_s
         async with aiohttp.ClientSession(base, connector=connector, headers=headers) as session:
@@ -342,13 +345,14 @@ class BundledEngine:
         log.log(level, "engine %s %s: %s", self.name, what, self.why)
 
 
-def _connector(url: str) -> tuple[str, aiohttp.BaseConnector]:
-    """The base URL and the connector for `http://host:port`, `host:port` or `unix:PATH`."""
+def _connector(url: str, certificate: Certificate | None) -> tuple[str, aiohttp.BaseConnector]:
+    """The base URL and the connector for `https://host:port`, `http://host:port`, `host:port` or `unix:PATH`."""
     if url.startswith("unix:"):
         return "http://engine", aiohttp.UnixConnector(url.removeprefix("unix:").removeprefix("//"))
     base = url if "://" in url else f"http://{url}"
     parts = urlsplit(base)
-    return f"{parts.scheme}://{parts.netloc}", aiohttp.TCPConnector()
+    context = True if certificate is None else certificate.context()
+    return f"{parts.scheme}://{parts.netloc}", aiohttp.TCPConnector(ssl=context)
 
 
 async def _receive(socket: aiohttp.ClientWebSocketResponse) -> bytes:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache, partial
+from ipaddress import ip_address, ip_network
 from typing import Any, Final, Literal, cast
 from urllib.parse import quote, urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
@@ -235,18 +237,31 @@ def find_proxy(url: str, environ: Mapping[str, str]) -> str | None:
     password in it. None without one. Raises ValueError, without its text, for what is no URL of an HTTP proxy.
 
     `HTTPS_PROXY` is for upstreams with https, `HTTP_PROXY` for those with http, `ALL_PROXY` for both; names in small
-    letters win. `NO_PROXY` lists hosts and domains that are reached without one. aiohttp's own `trust_env` would read
-    passwords from a .netrc as well, and send them to upstreams.
+    letters win. `NO_PROXY` lists hosts, domains (`internal`, `.internal`, `*.internal`), either with a port, addresses
+    and networks (`10.0.0.0/8`) that are reached without one. aiohttp's own `trust_env` would read passwords from a
+    .netrc as well, and send them to upstreams.
     """
     parts = urlsplit(url)
     written = _variable(f"{parts.scheme}_proxy", environ) or _variable("all_proxy", environ)
-    if not written or proxy_bypass_environment(parts.netloc, {"no": _variable("no_proxy", environ)}):
+    direct = _variable("no_proxy", environ).replace("*.", ".")
+    place = parts.netloc.rpartition("@")[2]
+    if not written or proxy_bypass_environment(place, {"no": direct}) or _is_within(parts.hostname, direct.split(",")):
         return None
     proxy = written if "://" in written else f"http://{written}"
     parts = urlsplit(proxy)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("a proxy's URL begins with http:// or https:// and a host")
     return proxy
+
+
+def _is_within(host: str | None, networks: Iterable[str]) -> bool:
+    with suppress(ValueError):
+        address = ip_address(host or "")
+        for network in networks:
+            with suppress(ValueError):  # a name
+                if address in ip_network(network.strip().strip("[]"), strict=False):
+                    return True
+    return False
 
 
 def _variable(name: str, environ: Mapping[str, str]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
 from engine.redis_client import Script, close, connect
+from tests.fakes.certificates import Authority
 from tests.fakes.redis_fleet import HOST, MASTER, ClusterFleet, SentinelFleet, opened
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
@@ -120,6 +122,36 @@ async def test_a_server_that_became_a_replica_is_left(own_redis: RedisProcess) -
     await redis.execute_command("REPLICAOF", "NO", "ONE")
     assert await script(keys=["a"]) == 2
     await close(redis)
+
+
+async def test_rediss_is_tls_with_the_ca_and_the_certificate_that_the_url_names(
+    tmp_path: Path, single_redis_url: str
+) -> None:
+    """What ends TLS here stands in front of a real server: the one of the tests may be built without it."""
+    folder = Authority().issue(tmp_path / "tls", use=None)
+    wants = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / "ca.crt"))
+    wants.verify_mode = ssl.CERT_REQUIRED
+    wants.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_unix_connection(single_redis_url.removeprefix("unix://"))
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0, ssl=wants) as server:
+        url = f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        ca, own = f"ssl_ca_certs={folder}/ca.crt", f"ssl_certfile={folder}/tls.crt&ssl_keyfile={folder}/tls.key"
+        async with opened(f"{url}?{ca}&{own}") as redis:
+            script = Script(redis, "return redis.call('INCR', KEYS[1])")
+            assert [await script(keys=["a"]) for _ in range(3)] == [1, 2, 3]
+        for lacking in (url, f"{url}?{ca}", f"{url}?{own}"):
+            async with opened(lacking) as redis:
+                with pytest.raises(RedisError):
+                    await redis.get("a")
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ from engine.compute.kv_cache import CacheShape, KVCache
 from engine.config import ConfigError, EngineSettings
 from engine.protocol import HEALTH_PATH, STREAM_PATH, Hello, Namespace, StepFrame, decode
 from engine.sequence import Step
+from engine.tls import between
+from tests.fakes.certificates import Authority
 from tests.fakes.fake_engine import TOKENIZER
 from tests.fakes.oracle_runner import choose_token
 from tests.fakes.small_engine import VOCAB, Stream, make_submit
@@ -37,6 +39,7 @@ MODEL = SimpleNamespace(
     vocab_size=VOCAB,
     eos_ids=(),
     warnings=(),
+    adapters=(),
     namespace=lambda block_size, hash_name: Namespace("w", "f", "f", block_size, hash_name=hash_name),
 )
 
@@ -180,6 +183,28 @@ async def test_an_engine_whose_thread_is_gone_ends_with_an_error(
             await asyncio.wait_for(task, 30)
 
 
+async def test_with_certificates_a_port_speaks_https_to_those_who_have_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = Authority().issue(tmp_path / "tls", use=None)
+    changes: dict[str, Any] = {"listen": "127.0.0.1:0", "tls_dir": folder}
+    with pytest.raises(ConfigError, match=r"engine\.advertise: 'http://a:1' should begin with https://"):
+        async with process(monkeypatch, tmp_path, **changes, advertise="http://a:1"):
+            pass
+    own = between(folder, serves=False)
+    assert own is not None
+    async with process(monkeypatch, tmp_path, **changes) as (_, _, url):
+        assert url.startswith("https://127.0.0.1:")
+        connector = aiohttp.TCPConnector(ssl=own.context())
+        async with (
+            aiohttp.ClientSession(url, connector=connector) as session,
+            session.ws_connect(STREAM_PATH) as socket,
+        ):
+            assert isinstance(decode(await socket.receive_bytes()), Hello)
+    async with process(monkeypatch, tmp_path, tls_dir=folder) as (_, _, url), stream(url):
+        assert url.startswith("unix:")
+
+
 @pytest.mark.parametrize("listen", ["nowhere", "host:", ":8090", "127.0.0.1:http"])
 async def test_a_bad_address_is_a_setting_error(listen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.listen"):
@@ -192,6 +217,7 @@ async def test_an_address_on_a_network_needs_a_secret(listen: str) -> None:
     with pytest.raises(ConfigError, match=r"engine\.listen.*set engine\.secret \(KVASIR_ENGINE_SECRET\)"):
         serving._check_address(EngineSettings(listen=listen))
     serving._check_address(EngineSettings(listen=listen, secret="s"))
+    serving._check_address(EngineSettings(listen=listen, tls_dir=Path("tls")))
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.3.2.1:1", "[::1]:0", "localhost:8090", "unix:/run/e.sock"])

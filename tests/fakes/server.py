@@ -41,7 +41,7 @@ class Server:
         self.lines: list[str] = []
         self.block_tokens = 16  # of its engines' caches
         self.has_replicas = False
-        self.ready_line = r"on (http://\S+)"  # what it prints when it is up; an engine alone prints something else
+        self.ready_line = r"on (https?://\S+)"  # what it prints when it is up; an engine alone prints something else
         self._clients: dict[str, openai.OpenAI | anthropic.Anthropic] = {}
         self._changed = threading.Condition()
         self._said_all = False

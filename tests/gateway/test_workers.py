@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from cryptography import x509
 from redis.asyncio import Redis
 
 from engine.config import ConfigError
@@ -28,6 +30,7 @@ from gateway.peer import Peer
 from gateway.processes import FIRST_TRIES, ChildStartError
 from gateway.workers import Workers, bind, part_of
 from tests.fakes import tokenisers
+from tests.fakes.certificates import Authority
 from tests.fakes.collector import collector
 from tests.fakes.fake_engine import FakeEngine, make_hello
 from tests.fakes.redis_process import RedisProcess
@@ -236,9 +239,9 @@ async def test_a_worker_that_is_killed_under_load_fails_no_more_than_what_it_had
 # -- changed settings -------------------------------------------------------------------------------------------------
 
 
-async def kvasir(*arguments: str) -> tuple[int, str, str]:
+async def kvasir(*arguments: str, **more: str) -> tuple[int, str, str]:
     """Of a command: exit status, what it printed, and its errors."""
-    environ = {**os.environ, **({"KVASIR_API_KEY": "admin-key-1"} if arguments[0] == "reload" else {})}
+    environ = {**os.environ, **({"KVASIR_API_KEY": "admin-key-1"} if arguments[0] == "reload" else {}), **more}
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway.cli", *arguments, env=environ, stdout=pipe, stderr=pipe
@@ -293,6 +296,39 @@ async def test_changed_settings_hold_in_all_workers_or_in_none_while_they_answer
             ("tenants.south removed", "127.0.0.1"),
             ("tenants.south added", ""),
         ]
+
+
+@pytest.mark.slow
+async def test_all_workers_speak_https_with_the_certificate_that_is_there_now(
+    tmp_path: Path, own_redis: RedisProcess
+) -> None:
+    """And commands speak it to them, with the CA that the environment names."""
+    authority = Authority()
+    folder = authority.issue(tmp_path / "tls")
+    files = ("--tls-cert", str(folder / "tls.crt"), "--tls-key", str(folder / "tls.key"))
+
+    def serial() -> int:
+        pem = ssl.get_server_certificate(("127.0.0.1", port))
+        return x509.load_pem_x509_certificate(pem.encode()).serial_number
+
+    async with running(tmp_path, own_redis, *files) as gateway:
+        url, port = gateway.server.url, int(gateway.server.url.rpartition(":")[2])
+        assert url.startswith("https://")
+        assert any(f'base_url="{url}/v1"' in line for line in gateway.server.lines)
+        reload = ("reload", "--url", url)
+        assert await kvasir(*reload, SSL_CERT_FILE=str(folder / "ca.crt")) == (0, "nothing has changed\n", "")
+        status, _, errors = await kvasir(*reload, SSL_CERT_FILE="")
+        assert (status, len(errors.splitlines())) == (1, 1)
+        assert "certificate" in errors
+        first = serial()
+        authority.issue(folder)
+        # Which worker gets a connection is chance.
+        await until(lambda: first not in {serial() for _ in range(20)}, LIMIT_S)
+    (folder / "tls.key").unlink()
+    server = Server(tmp_path / "data", "--workers", "2", "--redis-url", own_redis.url, *files, command="gateway")
+    with pytest.raises(TimeoutError, match="cannot be read"):
+        server.__enter__()
+    assert server.lines == [f"kvasir gateway: tls: {folder}/tls.key cannot be read: No such file or directory"]
 
 
 class FakePeer:

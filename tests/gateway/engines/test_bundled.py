@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import ssl
 import time
 from array import array
 from collections.abc import AsyncIterator
@@ -27,11 +28,13 @@ from engine.protocol import (
     chain_digests,
     split_digests,
 )
+from engine.tls import between
 from gateway.engines.bundled import BundledEngine
 from gateway.engines.connection import Connection
 from gateway.errors import DeadlineError, EngineFailedError, EngineLostError
 from gateway.index.memory_index import MemoryIndex
 from gateway.types import EncodedPrompt, Group, Request, Tenant, TokenPrompt
+from tests.fakes.certificates import Authority
 from tests.fakes.fake_engine import TOKENIZER, FakeEngine, make_hello
 from tests.fakes.oracle_runner import choose_answer
 from tests.fakes.small_engine import VOCAB, small_engine
@@ -259,6 +262,22 @@ async def test_a_peer_that_hangs_is_noticed_and_its_requests_fail(tmp_path: Path
             assert not client.engine.joined
 
 
+async def test_an_engine_with_https_is_joined_where_both_have_certificates_of_one_ca(tmp_path: Path) -> None:
+    one, other = Authority(), Authority()
+    engine = between(one.issue(tmp_path / "engine", use=None), serves=True)
+    gateway = between(one.issue(tmp_path / "gateway", use=None), serves=False)
+    stranger = between(other.issue(tmp_path / "stranger", use=None), serves=False)
+    assert engine is not None
+    async with FakeEngine() as fake, _Proxy(fake.url, engine.listening()) as proxy:
+        async with connected(proxy.url, certificate=gateway) as client:
+            await client.joined()
+            assert (await answer(client.engine, [1] * 20))[-1].finish == "length"
+        for certificate in (stranger, None):
+            async with connected(proxy.url, certificate=certificate) as client:
+                await until(lambda client=client: client.engine.why)
+                assert "certificate verify failed" in client.engine.why
+
+
 async def test_the_loss_of_an_engine_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,9 +477,11 @@ async def test_hundreds_of_sequences_over_the_real_server_with_readers_that_leav
 
 
 class _Proxy:
-    """Passes bytes on until it is frozen; connections stay open then, and nothing moves, as with a stopped process."""
+    """Passes bytes on until it is frozen; connections stay open then, and nothing moves, as with a stopped process.
+    It may end TLS."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._target = target.removeprefix("http://").split(":")
         self.frozen = False
         self.url = ""
@@ -468,8 +489,8 @@ class _Proxy:
         self._writers: list[asyncio.StreamWriter] = []
 
     async def __aenter__(self) -> _Proxy:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
+        self.url = f"http{'s' if self._tls else ''}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
