@@ -90,7 +90,8 @@ class Pipeline:
         if self._responses is None:
             return generate(request)
         # 1. + 7. An answer that was there, or one that will be remembered.
-        return self._responses.answer(request, model or self._registry.serving(request.model)[0].hello, generate)
+        own = model or self._registry.serving(request.model)[0].hello.named(request.model)
+        return self._responses.answer(request, own, generate)
 
     async def _checked(self, request: Request, check: AnswerCheck) -> AsyncGenerator[Event, None]:
         """The same, all at once, when the whole answer has passed. Raises CheckFailedError."""
@@ -104,10 +105,11 @@ class Pipeline:
         could be asked."""
         check_text(request.prompt)
         engine = self._registry.serving(request.model)[0]
-        prompt = await self._prompts.encode(request, engine.hello)
+        hello = engine.hello.named(request.model)
+        prompt = await self._prompts.encode(request, hello)
         with suppress(EngineLostError, UnsupportedError):  # the one that gets it is asked in step 6
-            return await engine.render(prompt, request), engine.hello, True
-        return prompt, engine.hello, False
+            return await engine.render(prompt, request), hello, True
+        return prompt, hello, False
 
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Steps 2 to 6."""
@@ -135,7 +137,7 @@ class Pipeline:
                 async with self._slot(request, engines, ask) as engine:
                     predicted = self._predict(request, sequence, engine, ask)
                     sequence.give(engine, predicted, time.monotonic() - asked_s, alone=len(engines) == 1)
-                    if not is_rendered or engine.hello is not model:
+                    if not is_rendered or engine.hello.named(request.model) is not model:
                         is_rendered = not await _render(request, sequence, engine, model)
                     # 6. Stream.
                     async with aclosing(engine.generate(sequence.prompt, sequence.sampling, request)) as updates:
@@ -201,7 +203,7 @@ class Pipeline:
             or any(self._index.recall(name, b"") is None for name in names)
         )
         if looked_up:
-            held = await self._index.find(request.model, prompt.digests, names)
+            held = await self._index.find(engines[0].hello.model, prompt.digests, names)
         block_size = engines[0].hello.namespace.block_size
         return engines, Ask(
             tenant=request.tenant.name,

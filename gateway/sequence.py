@@ -78,16 +78,20 @@ class RunningSequence:
 
     def fits(self, engine: Engine) -> bool:
         """Whether its tokens mean the same at this engine as at the one that had it."""
-        return self._hello is None or not self.has_begun or _identity(engine.hello) == _identity(self._hello)
+        return (
+            self._hello is None
+            or not self.has_begun
+            or _identity(engine.hello.named(self._request.model)) == _identity(self._hello)
+        )
 
     def give(self, engine: Engine, predicted: int | None, waited_s: float, *, alone: bool) -> None:
         """An engine gets it now, after waiting for a slot, which the index says will reuse so many tokens. `alone`:
         there is no other, and nothing was scored."""
         now, request, trace = time.monotonic(), self._request, self._request.trace
-        self._engine, self._hello, self._sent_s = engine, engine.hello, now
+        self._engine, self._hello, self._sent_s = engine, engine.hello.named(request.model), now
         trace.engine = engine.name
         if not self.has_begun:
-            self._reader = self._prompts.reader(request, engine.hello)
+            self._reader = self._prompts.reader(request, self._hello)
             trace.predicted_tokens = predicted
             if alone:
                 trace.route[:] = (Candidate(engine.name, predicted or 0, waited_s, None, chosen=True),)

@@ -92,7 +92,7 @@ class Answering:
     def find_model(self, name: str) -> Hello | None:
         """The hello of its engines; None while they are unreachable, and for an upstream's model."""
         try:
-            return self.models.serving(name)[0].hello
+            return self.models.serving(name)[0].hello.named(name)
         except (NoEngineError, ModelNotFoundError):
             return None
 
@@ -100,7 +100,7 @@ class Answering:
         """Of its engines, or of an upstream that speaks another API. Raises ModelNotFoundError, BadRequestError for a
         model that only embeds, and NoEngineError when the model's engines are unreachable."""
         try:
-            model = self.models.serving(name)[0].hello
+            model = self.models.serving(name)[0].hello.named(name)
         except ModelNotFoundError:
             if name in self.embedding_models:
                 raise BadRequestError(

@@ -190,7 +190,7 @@ class ResendCache:
         if rendered.hello is None:
             return self._serves(rendered.model, tenant)
         try:
-            return self._models.serving(rendered.model)[0].hello is rendered.hello
+            return self._models.serving(rendered.model)[0].hello.named(rendered.model) is rendered.hello
         except KvasirError:
             return False
 

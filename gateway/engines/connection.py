@@ -118,6 +118,7 @@ class Connection:
                 use_cache=request.use_cache,
                 grammar=request.constraint.grammar if request.constraint else None,
                 group=Group(request.group.number, request.group.size) if request.group else None,
+                adapter=self.hello.named(request.model).namespace.adapter,
             )
         )
         self.streams[stream.seq] = stream

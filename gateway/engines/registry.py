@@ -134,11 +134,12 @@ class Registry:
 
     def serving(self, model: str) -> Sequence[Client]:
         """Engines that are joined and not draining, alike in all that a prompt's tokens and digests depend on; at least
-        one. Raises NoEngineError when the model is known and its engines are unreachable, or may be that of an engine
-        that is still starting or was not yet looked for, and ModelNotFoundError otherwise."""
+        one. A LoRA adapter is served by the engines of its model, and theirs is the hello: see Hello.named. Raises
+        NoEngineError when the model is known and its engines are unreachable, or may be that of an engine that is still
+        starting or was not yet looked for, and ModelNotFoundError otherwise."""
         found: dict[str, Client] = {}
         for client in self._clients.values():
-            if client.joined and client.model == model and not client.draining:
+            if client.joined and client.hello.named(model).model == model and not client.draining:
                 found.setdefault(client.hello.incarnation, client)  # one engine may be known under two URLs
         if not found:
             self._remember()
@@ -237,8 +238,9 @@ class Registry:
         """Notes what the engines serve now, and reports tokenisers that none of them has any more."""
         tokenizers = set()
         for client in self._clients.values():
-            if (model := client.model) is not None:
-                self._models[model] = max(client.hello.created, self._models.pop(model, 0))
+            if client.model is not None:
+                for model in (client.model, *(name for name, _ in client.hello.adapters)):
+                    self._models[model] = max(client.hello.created, self._models.pop(model, 0))
                 tokenizers.add(client.hello.tokenizer)
         unused, self._tokenizers = self._tokenizers - tokenizers, tokenizers
         for fingerprint in unused:
@@ -249,12 +251,13 @@ class Registry:
     def _alike(self, model: str, clients: list[Client]) -> list[Client]:
         """The largest group of engines that agree on tokens and digests, the newest one among equals."""
         first, *others = clients
-        if not others or all(_identity(client.hello) == _identity(first.hello) for client in others):
+        hello = first.hello.named(model)
+        if not others or all(_identity(client.hello.named(model)) == _identity(hello) for client in others):
             self._mixed.discard(model)
             return clients
         groups: dict[object, list[Client]] = {}
         for client in clients:
-            groups.setdefault(_identity(client.hello), []).append(client)
+            groups.setdefault(_identity(client.hello.named(model)), []).append(client)
         if model not in self._mixed:
             self._mixed.add(model)
             log.warning("engines that serve %s differ in weights, tokeniser, context or block size", model)

@@ -85,7 +85,7 @@ class OpenAI:
 
     async def list_models(self, http: web.Request) -> web.StreamResponse:
         """GET /v1/models"""
-        data = [model_json(name, created) for name, created in self._models(http).items()]
+        data = [self._model(name, created) for name, created in self._models(http).items()]
         return reply_json({"object": "list", "data": data})
 
     async def get_model(self, http: web.Request) -> web.StreamResponse:
@@ -93,7 +93,10 @@ class OpenAI:
         name = http.match_info["model"]
         if (created := self._models(http).get(name)) is None:
             raise ModelNotFoundError(name)
-        return reply_json(model_json(name, created))
+        return reply_json(self._model(name, created))
+
+    def _model(self, name: str, created: int) -> dict[str, Any]:
+        return model_json(name, created, self._answering.find_model(name))
 
     def _chat(self, record: Record, body: dict[str, Any]) -> Generation:
         call = parse_chat(body, self._leases)

@@ -292,8 +292,10 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def model_json(model: str, created: int) -> dict[str, Any]:
-    return {"id": model, "object": "model", "created": created, "owned_by": "kvasir"}
+def model_json(model: str, created: int, hello: Hello | None) -> dict[str, Any]:
+    """`parent`, as vLLM has it: the model that a LoRA adapter is of."""
+    card = {"id": model, "object": "model", "created": created, "owned_by": "kvasir"}
+    return card | ({"parent": hello.parent} if hello is not None and hello.parent else {})
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.compute.lora import Adapter, read_adapters
-from engine.sequence import Work
+from engine.sequence import Step, Work
 from tests.fakes.lora import ALL, merge, refusal, write_adapter
 from tests.fakes.tiny_models import Driver, make_module, make_runner, random_ids, transformers_generate
 
@@ -121,3 +121,24 @@ def test_adapters_of_other_models_and_damaged_ones_are_refused(tmp_path: Path) -
     assert "cut short or damaged" in refusal(whole, module)
     weights.unlink()
     assert "adapter_model.safetensors: No such file or directory" in refusal(whole, module)
+
+
+def test_drafts_of_an_adapter_are_accepted_while_they_are_what_it_says(tmp_path: Path) -> None:
+    driver = Driver(make_runner("llama", adapters=read_two(tmp_path, "llama")))
+    ids = random_ids(40, 3)
+    said = {number: driver_answer(driver, ids, number) for number in (0, 1)}
+    assert said[0] != said[1]
+    for number, others in ((0, said[1]), (1, said[0])):
+        own, beside = (driver.sequence(ids, 8, adapter=one) for one in (number, 1 - number))
+        driver.run(*(Work(s, 0, 40, samples=True) for s in (own, beside)))
+        drafts = (*said[number][1:3], others[3])
+        mixed = [Work(own, 40, 1, samples=True, drafts=drafts), Work(beside, 40, 1, samples=True)]
+        accepted, _ = driver.runner.run(Step(mixed, []))
+        assert accepted == said[number][1:4]
+
+
+def driver_answer(driver: Driver, ids: list[int], adapter: int) -> list[int]:
+    sequence = driver.sequence(ids, 8, adapter=adapter)
+    driver.prefill(sequence)
+    driver.decode([sequence], 4)
+    return sequence.tokens[len(ids) :].tolist()

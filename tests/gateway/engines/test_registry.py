@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -494,3 +494,24 @@ async def test_an_engine_that_does_not_answer_in_time_or_with_nonsense_is_shown_
             assert client.joined
         finally:
             await client.stop()
+
+
+def test_an_adapter_is_a_model_that_the_engines_of_its_model_serve() -> None:
+    registry = new()
+    registry.add("http://a:1")
+    registry.add("http://b:1")
+    first, second = cast("list[FakeClient]", registry.engines)
+    hello = make_hello()
+    first.join(replace(hello, incarnation="1", adapters=(("pirate", "f1"),)))
+    second.join(replace(hello, incarnation="2"))
+    assert names(registry, "pirate") == ["a:1"]
+    assert names(registry) == ["a:1", "b:1"]
+    assert set(registry.models()) == {"demo", "pirate"}
+    with pytest.raises(ModelNotFoundError):
+        registry.serving("corsair")
+    second.join(replace(hello, incarnation="2", adapters=(("pirate", "f2"),), created=hello.created + 1))
+    assert names(registry, "pirate") == ["b:1"]  # another adapter of that name, and the newer one
+    assert names(registry) == ["a:1", "b:1"]
+    first.joined = second.joined = False
+    with pytest.raises(NoEngineError):
+        registry.serving("pirate")
