@@ -27,6 +27,7 @@ from engine.compute.forward import PanelWeight, is_compiled
 from engine.compute.model_files import ModelError, first_line
 
 _PART: Final = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+WEIGHTS: Final = "adapter_model.safetensors"
 _PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")  # others change the base's weights, too
 _UNSUPPORTED: Final = {  # keys of adapter_config.json that change what is computed: what they are called
     "use_dora": "DoRA",
@@ -206,11 +207,17 @@ def read_adapters(folders: Mapping[str, Path], model: Any, served: str) -> list[
     return [_read(name, folder.expanduser(), shapes) for name, folder in folders.items()]
 
 
+def adapter_bytes(folders: Mapping[str, Path]) -> int:
+    """Of memory for all adapters, whose files have 16 bits for a number or more; 0 for files that are not there."""
+    files = (folder.expanduser() / WEIGHTS for folder in folders.values())
+    return sum(2 * file.stat().st_size for file in files if file.is_file())
+
+
 def _read(name: str, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Adapter:
     title = f"engine.lora: adapter {name!r} ({folder})"
     try:
         text = (folder / "adapter_config.json").read_bytes()
-        data = (folder / "adapter_model.safetensors").read_bytes()
+        data = (folder / WEIGHTS).read_bytes()
         tensors, config = _load(data), json.loads(text)
         if reason := _find_unsupported(config):
             raise ValueError(f"{reason} is not supported; a plain LoRA of linear layers is")
@@ -231,7 +238,7 @@ def _load(data: bytes) -> dict[str, Tensor]:
     try:
         return load(data)
     except SafetensorError as error:
-        raise ValueError(f"adapter_model.safetensors is cut short or damaged: {first_line(error)}") from None
+        raise ValueError(f"{WEIGHTS} is cut short or damaged: {first_line(error)}") from None
 
 
 def _find_unsupported(config: dict[str, Any]) -> str | None:

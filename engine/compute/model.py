@@ -26,7 +26,7 @@ from engine.compute.gguf_file import GGUFFile
 from engine.compute.int4_folder import check_int4, read_int4
 from engine.compute.kv_cache import STEP_BYTES, CacheShape, free_bytes
 from engine.compute.linear import has_onednn, is_quick, pack
-from engine.compute.lora import Adapter, Owners, attach, read_adapters, wrap
+from engine.compute.lora import Adapter, Owners, adapter_bytes, attach, read_adapters, wrap
 from engine.compute.machine import collapse, has_cuda
 from engine.compute.model_files import (
     DEMO,
@@ -360,6 +360,7 @@ def _check_memory(
         need = _needed(files, config, dtype, bits)
     else:
         need = weight_bytes(files, dtype.itemsize)
+    need += adapter_bytes(settings.adapters)
     free = free_bytes(device, settings.memory_bytes)
     if need + STEP_BYTES > free:
         raise ModelError(

@@ -20,6 +20,7 @@ from engine.compute.kv_cache import STEP_BYTES
 from engine.compute.model import LoadedModel, ModelError, load_model, prepare
 from engine.compute.model_files import find_folder, fingerprint_weights
 from engine.config import EngineSettings
+from tests.fakes.lora import write_adapter
 from tests.fakes.tiny_models import CONTEXT, KINDS, make_family, make_module
 
 
@@ -267,3 +268,16 @@ def test_a_window_that_is_declared_and_not_asked_for_is_found_out() -> None:
 def test_folders_and_the_demo_are_found_without_the_hub(name: str, saved: Path) -> None:
     folder = find_folder("demo" if name == "demo" else str(saved), None)
     assert (folder / "config.json").is_file()
+
+
+def test_an_adapter_of_another_model_is_refused_before_weights_are_loaded(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = write_adapter(tmp_path / "own", make_module("llama"), ["q_proj"], 1)
+    assert [name for name, _ in load(saved, lora=f"a={own}", quantize="int8").adapters] == ["a"]
+    monkeypatch.setattr(models, "_load_module", None)
+    foreign = write_adapter(tmp_path / "foreign", make_module("gpt2"), ["c_attn"], 1)
+    with pytest.raises(ModelError, match="a LoRA of another model"):
+        load(saved, lora=f"a={foreign}")
+    with pytest.raises(ModelError, match="'tiny-llama' is the model's own name"):
+        load(saved, lora=f"tiny-llama={own}")
