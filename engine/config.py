@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -24,6 +25,7 @@ from pydantic import (
     PositiveFloat,
     ValidationError,
 )
+from pydantic.fields import FieldInfo
 
 from engine.protocol import HashName
 
@@ -40,6 +42,21 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """In the annotation of a setting that no flag may give: every user of the machine can read a command line.
+
+    within  whether a value has something secret in it; None: every value is secret
+    """
+
+    within: Callable[[str], bool] | None = None
+
+
+def secret_of(field: FieldInfo) -> Secret | None:
+    """That of a setting's annotation."""
+    return next((one for one in field.metadata if isinstance(one, Secret)), None)
 
 
 def _join(value: Any) -> Any:
@@ -77,7 +94,7 @@ class EngineSettings(Section):
     """Where gateways connect: `host:port`, or `unix:PATH` for a socket file."""
     advertise: str | None = None
     """URL under which gateways on other machines reach this engine; `listen` when not set."""
-    secret: str | None = None
+    secret: Annotated[str | None, Secret()] = None
     """Shared with the gateways; this or `tls_dir` is required where `listen` is neither loopback nor a socket file."""
     tls_dir: Path | None = None
     """Folder with `tls.crt`, `tls.key` and `ca.crt` of an engine or a gateway: each verifies the other by the CA."""
@@ -168,7 +185,8 @@ def load(
     environ  KVASIR_<SECTION>_<SETTING>=value; variables without the prefix are not looked at
     flags    {"section.setting": value} from the command line; None means not given
     tables   {list of tables: further tables of it} from the command line
-    Raises ConfigError for a missing file, bad TOML, unknown keys and values of the wrong type or range.
+    Raises ConfigError for a missing file, bad TOML, unknown keys, values of the wrong type or range, and a secret in a
+    flag.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -185,6 +203,7 @@ def load(
             origin[path] = f"environment variable {variable}"
     for path, value in flags.items():
         if value is not None:
+            _check_flag(root, path, value)
             _put(values, path, value)
             origin[path] = f"flag {flag_name(path)}"
     for name, items in tables.items():
@@ -225,6 +244,16 @@ def flag_name(path: str) -> str:
 def variable_name(path: str) -> str:
     """`engine.block_size` -> `KVASIR_ENGINE_BLOCK_SIZE`."""
     return ENVIRONMENT_PREFIX + path.replace(".", "_").upper()
+
+
+def _check_flag(root: type[BaseModel], path: str, value: Any) -> None:
+    section, _, name = path.partition(".")
+    secret = secret_of(sections(root)[section].model_fields[name])
+    if secret is not None and (secret.within is None or secret.within(str(value))):
+        raise ConfigError(
+            f"{path} (flag {flag_name(path)}): every user of the machine can read a command line, which is no place "
+            f"for a secret; set {variable_name(path)}, or write it into the file"
+        )
 
 
 def _variable_path(variable: str, known: set[str]) -> str:

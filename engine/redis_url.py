@@ -73,6 +73,17 @@ def parse(url: str) -> RedisUrl:
     return RedisUrl("cluster" if kind == "cluster" else "sentinel", server, hosts, unquote(name), own)
 
 
+def has_password(url: str) -> bool:
+    """Whether a URL logs in with a password, also at sentinels. False for one that `parse` refuses."""
+    try:
+        parse(url)
+        split = urlsplit(url)
+        options = dict(parse_qsl(split.query))
+        return bool(split.password or options.get("password") or options.get("sentinel_password"))
+    except ValueError:
+        return False
+
+
 def _host(written: str, default_port: int, place: str) -> tuple[str, int]:
     bracketed = written.startswith("[")
     host, separator, port = written.rpartition(":") if ":" in written.rpartition("]")[2] else (written, "", "")

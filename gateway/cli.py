@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from engine.config import ConfigError, flag_name, load, sections, variable_name
+from engine.config import ConfigError, flag_name, load, secret_of, sections, variable_name
 from gateway.client.arguments import (
     KEY_VARIABLE,
     URL_VARIABLE,
@@ -233,6 +233,8 @@ def _add_settings(command: argparse.ArgumentParser, shown: Collection[str]) -> N
             path = f"{section}.{name}"
             default = "" if field.default in (None, PydanticUndefined, ()) else f" Default: {field.default}."
             text = f"{field.description}{default} ({variable_name(path)})".replace("%", "%%")
+            if (secret := secret_of(field)) is not None and secret.within is None:
+                text = f"Refused, as every user can read a command line: set {variable_name(path)}."
             text = text if path in shown else argparse.SUPPRESS
             group.add_argument(
                 flag_name(path), *OLD_FLAGS.get(path, ()), dest=path, metavar=_unit(name, field), help=text

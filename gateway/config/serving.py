@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from engine import redis_url
-from engine.config import Section
+from engine.config import Secret, Section
 from gateway.config.units import COMMAS, WORDS, Share, http_url
 
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
@@ -96,7 +96,7 @@ class OtelSettings(Section):
 class RedisSettings(Section):
     """[redis]: where the index lives."""
 
-    url: str | None = None
+    url: Annotated[str | None, Secret(redis_url.has_password)] = None
     """`redis://`, `rediss://` or `unix://` URL, `redis+sentinel://HOST:26379,HOST:26379/MASTER` or
     `redis+cluster://HOST:6379,HOST:6379` (`rediss+...` over TLS); without one, an own Redis is started."""
     timeout_s: PositiveFloat = 0.25

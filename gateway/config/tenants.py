@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from engine.config import Section
+from engine.config import Secret, Section
 from gateway.config.stages import CacheKeyMode
-from gateway.config.units import Duration, Name
+from gateway.config.units import COMMAS, Duration, Name
 
 MOST = 10**9
 """Of any limit per minute; times are kept in microseconds, in which what is more could not be told apart."""
@@ -45,8 +45,8 @@ class LimitSettings(Section):
 class AuthSettings(Section):
     """[auth]: keys of the admin pages."""
 
-    admin_keys: tuple[str, ...] = ()
-    """Keys that open /admin, and nothing else."""
+    admin_keys: Annotated[tuple[str, ...], COMMAS, Secret()] = ()
+    """Keys that open /admin, and nothing else; in a variable with commas between."""
     admin_content: bool = False
     """Whether admins may read what remembered answers say."""
 

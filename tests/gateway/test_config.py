@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from engine.config import ConfigError, flag_name, load, sections, variable_name
+from engine.config import ConfigError, flag_name, load, secret_of, sections, variable_name
 from gateway.config import Settings, TenantSettings
 
 EXAMPLES = Path(__file__).parents[2] / "deploy/examples"
@@ -38,6 +38,50 @@ def test_tenants_come_from_the_file(tmp_path: Path) -> None:
     )
     assert settings.tenants == (TenantSettings(name="search", keys=("key-number-1",)),)
     assert settings.auth.admin_keys == ("admin-key-1",)
+
+
+def test_admin_keys_come_from_a_variable_too(tmp_path: Path) -> None:
+    found = read(tmp_path, environ={"KVASIR_AUTH_ADMIN_KEYS": "admin-key-1,admin-key-2"})
+    assert found.auth.admin_keys == ("admin-key-1", "admin-key-2")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_secret_is_taken_from_the_command_line(tmp_path: Path, path: str) -> None:
+    """A setting of a section that is named like a secret is one, or is listed here with the reason."""
+    no_secrets = {
+        "auth.admin_content",  # a switch
+        "limits.count_cached_tokens",
+        "prompt.cache_key",  # what a client's field of that name does
+        "slo.first_token_ms",
+        "slo.inter_token_ms",
+        "tls.key",  # the path of a file
+    }
+    section, _, name = path.partition(".")
+    secret = secret_of(sections(Settings)[section].model_fields[name])
+    named = section == "auth" or any(word in name.split("_") for word in ("key", "keys", "secret", "password", "token"))
+    assert (secret is not None and secret.within is None) == (named and path not in no_secrets)
+    if secret is not None and secret.within is None:
+        with pytest.raises(ConfigError, match=f"set {variable_name(path)}, or write it into the file") as caught:
+            read(tmp_path, flags={path: "pa5sw0rd"})
+        assert "pa5sw0rd" not in str(caught.value)
+        assert read(tmp_path, environ={variable_name(path): "pa5sw0rd"})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:{}@cache:6379",
+        "rediss://cache?password={}",
+        "redis+sentinel://one/m?sentinel_username=u&sentinel_password={}",
+        "redis+cluster://u:{}@one,two",
+    ],
+)
+def test_a_password_of_redis_is_not_taken_from_the_command_line(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="KVASIR_REDIS_URL") as caught:
+        read(tmp_path, flags={"redis.url": url.format("pa5sw0rd")})
+    assert "pa5sw0rd" not in str(caught.value)
+    assert read(tmp_path, environ={"KVASIR_REDIS_URL": url.format("pa5sw0rd")}).redis.url
+    assert read(tmp_path, flags={"redis.url": "redis://u@cache:6379"}).redis.url
 
 
 def test_urls_of_engines_are_split_at_commas(tmp_path: Path) -> None:
