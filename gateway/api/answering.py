@@ -101,17 +101,15 @@ class Answering:
         model that only embeds, and NoEngineError when the model's engines are unreachable."""
         try:
             model = self.models.serving(name)[0].hello.named(name)
-        except ModelNotFoundError:
-            if name in self.embedding_models:
+        except (ModelNotFoundError, NoEngineError) as error:
+            if isinstance(error, ModelNotFoundError) and name in self.embedding_models:
                 raise BadRequestError(
                     f"The model `{name}` embeds texts and generates none; its route is POST /v1/embeddings.",
                     param="model",
                 ) from None
-            if (hosted := self.pipeline.find_hosted(name, record.tenant or "")) is None:
-                raise
-            record.model = hosted.model
-            return hosted
-        except NoEngineError:
+            if (hosted := self.pipeline.find_hosted(name, record.tenant or "")) is not None:
+                record.model = hosted.model
+                return hosted
             if name in self.models.models():  # else it may be anything, and no label of a metric
                 record.model = name
             raise

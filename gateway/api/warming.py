@@ -36,7 +36,14 @@ from gateway.api.openai.wire import OPENAI
 from gateway.api.record import Record, failed, known_error
 from gateway.api.replies import new_id
 from gateway.config import ALL_TENANTS, ConfigError, LeaseSettings, ServerSettings, Settings, WarmSettings, duration_s
-from gateway.errors import BadRequestError, ForbiddenError, KvasirError, ModelNotFoundError, RedisDownError
+from gateway.errors import (
+    BadRequestError,
+    ForbiddenError,
+    KvasirError,
+    ModelNotFoundError,
+    NoEngineError,
+    RedisDownError,
+)
 from gateway.types import ANONYMOUS, ChatPrompt, Group, Marker, Reuse, Tenant, Trace, elapsed_ms
 
 log = logging.getLogger(__name__)
@@ -233,7 +240,7 @@ class Warming:
         targets = self._by_model[model]
         try:
             engines = self._answering.models.serving(model)
-        except ModelNotFoundError:
+        except (ModelNotFoundError, NoEngineError):
             hosted = [one for one in targets if one.entry.hosted and self._is_hosted(one)]
             return {_Place(f"{HOSTED}: {model}", None): hosted} if hosted else {}
         except KvasirError:

@@ -31,6 +31,7 @@ from gateway.upstreams.apis import APIS, Counts
 from tests.fakes.cached_gemini import KEY, CachedGemini, cached_gemini
 from tests.fakes.gemini import gemini
 from tests.fakes.hosted import CACHED_TOKENS, PROMPT_TOKENS, answers
+from tests.fakes.redis_process import RedisProcess
 from tests.fakes.upstream import StubUpstream, Told, upstream
 from tests.fakes.whole import LIMIT_S, whole
 
@@ -170,6 +171,13 @@ async def test_two_gateways_on_one_redis_make_one(redis_url: str) -> None:
         used = [await first, await second, await ask("responses", urls[1])]
         assert fake.count("POST cachedContents") == 1
         assert [(one.read, one.written) for one in used] == [(0, WORDS), (WORDS, 0), (WORDS, 0)]
+
+
+async def test_a_model_of_an_upstream_is_served_while_redis_was_never_reached(own_redis: RedisProcess) -> None:
+    """It may be an engine's as well then, as far as is known; the upstream has it for sure."""
+    await asyncio.to_thread(own_redis.kill)
+    async with cached_gemini() as fake, gateway(fake, own_redis.url) as url:
+        assert (await ask("anthropic", url)).written == 0
 
 
 async def test_the_ledger_says_what_hints_won() -> None:
