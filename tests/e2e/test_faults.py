@@ -18,6 +18,7 @@ import aiohttp
 import openai
 import pytest
 
+from gateway.redis_server import BINARIES
 from tests.fakes.server import Server
 
 QUESTION = "Tell me everything about the weather at sea, and about the ships that were there. "
@@ -68,7 +69,7 @@ async def test_killing_redis_under_load_is_not_noticed_by_anybody(server: Server
             return Counter(results)
 
         assert await load(8) == {"ok": 8}
-        (redis,) = server.children("redis-server")
+        (redis,) = server.children(*BINARIES)
         before = len(server.lines)
         under_load = asyncio.create_task(load(24))
         os.kill(redis, signal.SIGKILL)
@@ -78,8 +79,8 @@ async def test_killing_redis_under_load_is_not_noticed_by_anybody(server: Server
         await asyncio.to_thread(
             server.wait_until, lambda: "kvasir_redis_up 1" in server.get("/metrics"), "Redis is used again"
         )
-        await asyncio.to_thread(server.wait_until, lambda: bool(server.children("redis-server")), "a new Redis")
-        assert server.children("redis-server") != [redis]
+        await asyncio.to_thread(server.wait_until, lambda: bool(server.children(*BINARIES)), "a new Redis")
+        assert server.children(*BINARIES) != [redis]
         assert await load(8) == {"ok": 8}
     warnings = [line for line in server.lines[before:] if "WARNING" in line and "gateway.storage.breaker" in line]
     assert len(warnings) <= 2, "one warning per outage, not one per request"

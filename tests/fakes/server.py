@@ -139,10 +139,10 @@ class Server:
             body = answer.read().decode()
             return json.loads(body) if "json" in answer.headers["content-type"] else body
 
-    def children(self, name: str) -> list[int]:
-        """Process ids of our direct children whose command line contains `name`."""
+    def children(self, *names: str) -> list[int]:
+        """Process ids of our direct children whose command line contains one of `names`."""
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in pids if name in Path(f"/proc/{pid}/cmdline").read_text()]
+        return [int(pid) for pid in pids if any(name in Path(f"/proc/{pid}/cmdline").read_text() for name in names)]
 
     def wait_until(self, holds: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
         """Asks again and again, for what the server shows only when asked."""

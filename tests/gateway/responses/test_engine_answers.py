@@ -75,7 +75,12 @@ IGNORED: dict[type, frozenset[str]] = {
     Tool: frozenset(("path",)),
     Media: frozenset(("path", "refusal")),
     Constraint: frozenset(("param", "places")),
-    Hello: frozenset(("incarnation", "num_blocks", "max_sequences", "created", "version")),
+    Hello: frozenset(
+        (
+            *("incarnation", "num_blocks", "max_sequences", "created", "version"),
+            *("adapters", "parent"),  # the namespace has the fingerprint of the one that answers
+        )
+    ),
 }
 """Fields that change no answer. Every other one changes the key."""
 
@@ -171,6 +176,8 @@ OTHER: dict[type, dict[str, Any]] = {
         "tokenizer": "u",
         "created": 1,
         "version": 1,
+        "adapters": (("small", "f"),),
+        "parent": "base",
     },
     Namespace: {
         "weights": "v",
