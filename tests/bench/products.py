@@ -1,11 +1,11 @@
-"""Times one layer's product with quantised weights: our kernel against torch's own on a CPU, and whether a row's numbers
-depend on the number of rows beside it.
+"""Times one layer's product with quantised weights: our kernel against torch's own on a CPU, and whether a row's
+numbers depend on the number of rows beside it.
 
     python -m tests.bench.products [--inputs 2048] [--outputs 8192] [--rows 1 8 64 512] [--threads 1] [--rounds 15]
 
 The sides take turns; medians of microseconds. torch's int8 is `_weight_int8pack_mm` (weights alone are rounded) and the
-dynamic product of its quantised engine (x86 or qnnpack: rows are rounded too); its int4 is `_weight_int4pack_mm_for_cpu`,
-which is what torchao calls on a CPU.
+dynamic product of its quantised engine (x86 or qnnpack: rows are rounded too); its int4 is
+`_weight_int4pack_mm_for_cpu`, which is what torchao calls on a CPU.
 """
 
 from __future__ import annotations
