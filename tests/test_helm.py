@@ -233,6 +233,24 @@ async def test_probes_ask_what_there_is_and_liveness_needs_neither_redis_nor_an_
     assert answers == {"/health/liveness": 200, "/health/readiness": 503}
 
 
+def test_with_a_certificate_everybody_who_asks_the_port_speaks_tls(tmp_path: Path) -> None:
+    values = example(CHART / "examples/monitoring.yaml")
+    objects = render(values)
+    tls = settings_of(objects, tmp_path).tls
+    spec = objects["Deployment", "kvasir"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    folders = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    (secret,) = (one["secret"] for one in spec["volumes"] if one["name"] == folders["/tls"])
+    assert secret["secretName"] == values["tls"]["existingSecret"]
+    assert (str(tls.cert), str(tls.key)) == ("/tls/tls.crt", "/tls/tls.key")
+    asking = [container[f"{name}Probe"]["httpGet"]["scheme"].lower() for name in ("startup", "liveness", "readiness")]
+    asking += [objects["ServiceMonitor", "kvasir"]["spec"]["endpoints"][0]["scheme"]]
+    asking += re.findall(r"(\w+)://kvasir:", objects["Pod", "kvasir-test"]["spec"]["containers"][0]["args"][0])
+    assert asking == ["https"] * 5
+    (container,) = render(REDIS)["Deployment", "kvasir"]["spec"]["template"]["spec"]["containers"]
+    assert container["livenessProbe"]["httpGet"]["scheme"] == "HTTP"
+
+
 def test_a_pod_lives_until_its_streams_have_ended() -> None:
     spec = render({**VLLM, "preStopSeconds": 7, "drainSeconds": 300})["Deployment", "kvasir"]["spec"]["template"][
         "spec"

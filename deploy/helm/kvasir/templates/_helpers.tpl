@@ -67,3 +67,8 @@ capabilities: { drop: [ALL] }
 {{- end }}
 {{- end }}
 {{- end }}
+
+{{- /* What the gateways' port speaks. */}}
+{{- define "kvasir.scheme" -}}
+{{ if .Values.tls.existingSecret }}https{{ else }}http{{ end }}
+{{- end }}
