@@ -106,8 +106,6 @@ class EngineSettings(Section):
     """What keys and values are kept in: the model's dtype, or int8 with a scale each, of which more fit."""
     memory_bytes: NonNegativeInt = 0
     """Bytes of memory for all of one engine; 0 is what is free, shared by the engines of `kvasir serve`."""
-    host_bytes: NonNegativeInt = 0
-    """Bytes of host memory for blocks below those of a GPU; 0 is none, which is right on a CPU."""
     disk_bytes: NonNegativeInt = 4 << 30
     """Bytes on disk for blocks that outlive a restart, of each engine; 0 is none."""
     disk_dir: Path | None = None
@@ -115,7 +113,7 @@ class EngineSettings(Section):
     disk_max_age_s: PositiveFloat = 604800.0
     """Seconds after which unused blocks on disk are deleted, of all models; a lease keeps its prefix longer."""
     copy_queue_bytes: ClassVar = 16 << 20
-    """Of token ids and hashes that wait for their blocks to be copied to host memory or disk."""
+    """Of token ids and hashes that wait for their blocks to be copied to disk."""
     max_context_tokens: Annotated[int, Field(ge=16)] | None = None
     """Tokens of prompt and completion together; what the model was made for when not set."""
     max_sequences: Annotated[int, Field(ge=1, le=4096)] = 64

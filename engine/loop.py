@@ -74,7 +74,7 @@ class EngineLoop:
         scheduler.tables.find_not_finite = runner.find_not_finite
         self._on_frames = on_frames
         self._on_blocks = on_blocks
-        self._intake = Intake(max_pending=max_pending, restored=not self._tiers.lower)
+        self._intake = Intake(max_pending=max_pending, restored=self._tiers.disk is None)
         self._clock = clock
         self._idle_check_s = idle_check_s
         self._blocked = False  # sequences are left, and none can run before a copy is done
@@ -94,7 +94,7 @@ class EngineLoop:
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread, those of the lower tiers, and what compiles grammars. Once."""
+        """Starts the thread, that of the disk, and what compiles grammars. Once."""
         self._tiers.start(lambda name: CopyThread(name, self._intake.post), self._clock())
         if self._scheduler.grammars is not None:
             self._scheduler.grammars.start(self._intake.post)

@@ -314,7 +314,7 @@ class Planner:
             plan.blocked = True
             admission.most_held = self._held_by(sequence)
         elif sequence.status is Status.WAITING:
-            return  # for a part of its prefix that is on its way from a lower tier
+            return  # for a part of its prefix that is on its way from disk
         elif self._plan_chunk(sequence, plan):
             admission.computing = self._computed_next(sequence.lane)
         else:
@@ -338,7 +338,7 @@ class Planner:
 
     def _make_room(self, sequence: Sequence, plan: Plan, source: Sequence | None = None) -> bool:
         """Admits a sequence if there are a slot and blocks for it, or for it as a fork of its source; an online one
-        takes them from batch sequences. A sequence whose prefix comes back from a lower tier keeps waiting, and has the
+        takes them from batch sequences. A sequence whose prefix comes back from disk keeps waiting, and has the
         room that it needs."""
         while True:
             has_slot = self._queues.num_running + self._tiers.count_restoring(plan.now) < self._max_running

@@ -79,7 +79,7 @@ class Scheduler:
         assert namespace.block_size == pool.block_size, "the namespace and the pool disagree about the block size"
         self.pool = pool
         self.grammars = grammars
-        self.tiers = tiers or Tiers([Tier("device", pool)])
+        self.tiers = tiers or Tiers(Tier("device", pool))
         assert self.tiers.pools[0] is pool, "the first tier is the pool"
         self.tables = BlockTables(pool, namespace, self.tiers)
         self.leases = Leases(

@@ -62,8 +62,8 @@ class Sequence:
     num_registered: int = 0  # leading blocks of block_table that the pool can find by digest
     cached_tokens: int | None = None  # prompt tokens reused at the first admission; later admissions do not change it
     findable_tokens: int = 0  # leading tokens that could be reused when it arrived
-    restored: bool = False  # lower tiers were asked for its prefix since it ran last
-    num_queued: int = 0  # leading blocks that were handed over to be saved in lower tiers
+    restored: bool = False  # the disk was asked for its prefix since it ran last
+    num_queued: int = 0  # leading blocks that were handed over to be saved on disk
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # found with the last tokens, and not reported yet
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its second token, its third, ...
     finish: FinishReason | None = None

@@ -55,9 +55,9 @@ class BlockTables:
         return split_digests(chain_digests(parent, tokens, self.pool.block_size, self._namespace.hash_name))
 
     def restore(self, sequence: Sequence, headroom: int, now: float) -> list[int]:
-        """Begins to bring back what lower tiers hold of a waiting sequence's prefix, once before each admission.
+        """Begins to bring back what the disk holds of a waiting sequence's prefix, once before each admission.
         Returns the blocks that are being written from now on; empty when there is nothing to wait for."""
-        if sequence.restored or not self.tiers.lower:
+        if sequence.restored or self.tiers.disk is None:
             return []
         room = self.blocks_for(sequence.num_tokens) + headroom
         blocks = self.tiers.restore(self._full(sequence, self.count_reusable(sequence)), room, now)
@@ -144,8 +144,8 @@ class BlockTables:
             sequence.num_registered = index + 1
 
     def save(self, sequence: Sequence) -> None:
-        """Hands what is registered of a sequence to the lower tiers, each block once."""
-        if sequence.num_registered > sequence.num_queued and self.tiers.lower:
+        """Hands what is registered of a sequence to the disk, each block once."""
+        if sequence.num_registered > sequence.num_queued and self.tiers.disk is not None:
             sequence.num_queued = sequence.num_registered
             urgent = bool(sequence.breakpoints)  # what is leased moves down, and leaves room above
             self.tiers.save(self._full(sequence, sequence.num_registered), urgent=urgent)
@@ -174,7 +174,7 @@ class BlockTables:
         for chain in self._chains.values():
             if chain.tip is not None and not self.pool.is_registered(chain.tip):
                 chain.broken = True
-        if self.tiers.lower:
+        if self.tiers.disk is not None:
             self.tiers.forget(self._full(sequence, len(sequence.digests)), start=first)
         return count
 

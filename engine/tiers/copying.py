@@ -1,6 +1,6 @@
-"""Copies blocks from one store to another, on a thread of each tier: the loop never waits for memory or a disk.
+"""Copies blocks from one store to another, on a thread of the disk's tier: the loop never waits for memory or a disk.
 
-A store has the bytes of a tier's blocks: where the model runs and host memory (engine/tiers/storage.py), or a folder
+A store has the bytes of a tier's blocks: where the model runs (engine/tiers/storage.py), or a folder
 (engine/tiers/disk_store.py). Which slot holds what, and whether it may be read or written now, is decided by
 engine/tiers/tiers.py on the loop's thread; every call of a store is made on a copy thread and may take long.
 """

@@ -1,7 +1,7 @@
-"""Builds the tiers that an engine's settings ask for: the model's own blocks, host memory, disk.
+"""Builds the tiers that an engine's settings ask for: the model's own blocks, and the disk.
 
 The one place that knows which store stands behind which tier, and how large each is. Called once, by engine/serving.py.
-Has the two stores in memory: the cache's blocks are only read while a reference keeps them as they are, and only
+Has the store of the cache's blocks, which are only read while a reference keeps them as they are, and only
 written while they belong to no sequence; engine/tiers/tiers.py sees to that.
 """
 
@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-import numpy as np
 import torch
 
 from engine.compute.kv_cache import KVCache
 from engine.compute.numerics import find_numerics
 from engine.config import ConfigError, EngineSettings
 from engine.pool.blocks import BlockPool
-from engine.pool.eviction import LeastRecentlyUsed
 from engine.protocol import Namespace
 from engine.tiers.copying import BlockKey, Payload
 from engine.tiers.disk_store import DiskStore
@@ -38,29 +36,22 @@ def build_tiers(settings: EngineSettings, namespace: Namespace, pool: BlockPool,
     Raises ConfigError for a budget that does not hold one block. Touches no disk: Tiers.start does.
     """
     store = CacheStore(cache)
-    tiers = [Tier("device", pool, store, store.block_bytes)]
-    if settings.host_bytes:
-        slots = _slots("host_bytes", settings.host_bytes, store.block_bytes)
-        tiers.append(
-            Tier("host", BlockPool(slots, pool.block_size), HostStore(slots, store.block_bytes), store.block_bytes),
+    device = Tier("device", pool, store, store.block_bytes)
+    if settings.disk_dir is None or not settings.disk_bytes:
+        return Tiers(device)
+    numerics = find_numerics(cache.data.device)
+    files = DiskStore(settings.disk_dir.absolute(), namespace, _layout(cache), store.block_bytes, numerics)
+    budget_bytes, max_age_s = settings.disk_bytes, settings.disk_max_age_s
+    if budget_bytes < files.file_bytes:
+        raise ConfigError(
+            f"engine.disk_bytes: {budget_bytes} bytes hold less than one block of {files.file_bytes} bytes"
         )
-    if settings.disk_dir is not None and settings.disk_bytes:
-        numerics = find_numerics(cache.data.device)
-        disk = DiskStore(settings.disk_dir.absolute(), namespace, _layout(cache), store.block_bytes, numerics)
-        slots = _slots("disk_bytes", settings.disk_bytes, disk.file_bytes)
-        scan = partial(disk.scan, slots, settings.disk_bytes, settings.disk_max_age_s)
-        order = LeastRecentlyUsed(slots)
-        lasting = Lasting(disk, order, settings.disk_max_age_s)
-        below = BlockPool(slots, pool.block_size, order)
-        tiers.append(Tier("disk", below, disk, disk.file_bytes, scan, disk.lease_file(), disk.close, lasting))
+    slots = budget_bytes // files.file_bytes
+    scan, lasting = partial(files.scan, slots, budget_bytes, max_age_s), Lasting(files, max_age_s)
+    below = BlockPool(slots, pool.block_size)
+    disk = Tier("disk", below, files, files.file_bytes, scan, files.lease_file(), files.close, lasting)
     part_blocks = min(PART_BLOCKS, max(1, PART_BYTES // store.block_bytes))
-    return Tiers(tiers, queue_bytes=settings.copy_queue_bytes, part_blocks=part_blocks)
-
-
-def _slots(setting: str, budget_bytes: int, slot_bytes: int) -> int:
-    if budget_bytes < slot_bytes:
-        raise ConfigError(f"engine.{setting}: {budget_bytes} bytes hold less than one block of {slot_bytes} bytes")
-    return budget_bytes // slot_bytes
+    return Tiers(device, disk, queue_bytes=settings.copy_queue_bytes, part_blocks=part_blocks)
 
 
 def _layout(cache: KVCache) -> str:
@@ -86,22 +77,6 @@ class CacheStore:
     def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
         torch.set_num_threads(1)
         self._cache.write_blocks(slots, torch.from_numpy(payload).to(self._cache.data.device))
-
-    def drop(self, digests: Sequence[bytes]) -> None:
-        """Nothing is kept besides the slots."""
-
-
-class HostStore:
-    """One row of memory for each slot, taken from the system as it is first written."""
-
-    def __init__(self, num_slots: int, block_bytes: int) -> None:
-        self._rows = np.zeros((num_slots, block_bytes), np.uint8)
-
-    def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Payload:
-        return np.take(self._rows, slots, axis=0)
-
-    def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Payload) -> None:
-        self._rows[slots] = payload
 
     def drop(self, digests: Sequence[bytes]) -> None:
         """Nothing is kept besides the slots."""

@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 
 from engine.leases.file import LeaseFile
 from engine.pool.blocks import BlockPool
-from engine.pool.eviction import LeastRecentlyUsed
 from engine.protocol import TOKEN_BYTES, BlockEvents, Taker, split_digests
 from engine.protocol import Tier as TierName
 from engine.tiers.copying import BlockKey, CopyThread, Store
@@ -78,12 +77,10 @@ class Lasting:
     """What a tier has besides whose blocks outlive the engine.
 
     folder     its store
-    order      the eviction policy of its pool
     max_age_s  after which an unused block goes
     """
 
     folder: DiskStore
-    order: LeastRecentlyUsed
     max_age_s: float
 
 
@@ -173,9 +170,9 @@ class PurgeReport:
 
 
 class Account:
-    """Reports what a lower tier's pool does to the index, to the store and to the leases.
+    """Reports what the pools do to the index, to the store and to the leases.
 
-    on_lost  called with the number of a lower tier that was made to forget blocks
+    on_lost  called with the number of a tier that was made to forget blocks
     now      monotonic second of the loop's present turn
     """
 
@@ -185,7 +182,7 @@ class Account:
         self.now = 0.0
 
     def note(self, tier: Tier) -> None:
-        """After each change of a lower pool: what it gave up is dropped before anything else can be written there."""
+        """After each change of a pool below: what it gave up is dropped before anything else can be written there."""
         gone = self.residency.note(tier.number)
         if gone:
             self.drop(tier, gone)

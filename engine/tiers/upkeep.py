@@ -75,9 +75,9 @@ def adopt(tier: Tier, account: Account, leases: Leases | None) -> Steps[None]:
     def release(used: Sequence[tuple[float, bytes]]) -> None:
         for age_s, digest in used:
             if digest in slots:
-                _advance(tier, account.now - age_s)
+                tier.pool.policy.advance(account.now - age_s)
                 tier.pool.release([slots[digest]])
-        _advance(tier, account.now)
+        tier.pool.policy.advance(account.now)
 
     yield from _in_turns(scan.found, ADOPT_AT_ONCE, partial(_take_in, tier, account, slots))
     yield from _in_turns(promised, LEASES_AT_ONCE, keep)
@@ -97,11 +97,6 @@ def _in_turns(items: Sequence[T], size: int, take: Callable[[Sequence[T]], None]
 
 def _take_turn() -> None:
     """A job that only takes its turn."""
-
-
-def _advance(tier: Tier, now: float) -> None:
-    if tier.lasting is not None:
-        tier.pool.policy.advance(now)
 
 
 def _look(tier: Tier) -> tuple[Scan, list[Lease]]:
@@ -153,7 +148,7 @@ class Upkeep:
         """When `pump` has something to do; None before the tier is ready."""
         if not self._tier.ready or (self._look_s is None and not self._looking):
             return None
-        oldest_s = self._lasting.order.oldest_s()
+        oldest_s = self._tier.pool.policy.oldest_s()
         end_s = None if oldest_s is None else oldest_s + self._lasting.max_age_s
         return min((at_s for at_s in (end_s, self._look_s) if at_s is not None), default=None)
 
@@ -185,7 +180,7 @@ class Upkeep:
         self.pump()
 
     def _end_unused(self) -> None:
-        count, order = 0, self._lasting.order
+        count, order = 0, self._tier.pool.policy
         while count < AGED_AT_ONCE:
             used_s = order.oldest_s()
             if used_s is None or used_s + self._lasting.max_age_s > self._account.now:  # just as `next_s` adds them

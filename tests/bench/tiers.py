@@ -6,7 +6,6 @@ First token, milliseconds inside the engine, medians:
 
     cold      nothing of the prompt is known
     hot       its blocks are where the model runs
-    host      they are in host memory (only with copies there; --host-bytes)
     disk      a new engine found them on disk at its start, in the system's page cache
     platter   the same, after the page cache was told to let go of the files
 
@@ -179,10 +178,10 @@ def let_go(folder: Path) -> None:
 
 def first_tokens(model: LoadedModel, settings: EngineSettings, lengths: list[int], rounds: int) -> None:
     rng = random.Random(1)
-    print("| prompt tokens | cold ms | hot ms | host ms | disk ms | platter ms | disk / cold |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| prompt tokens | cold ms | hot ms | disk ms | platter ms | disk / cold |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for length in lengths:
-        rows: dict[str, list[float]] = {name: [] for name in ("cold", "hot", "host", "disk", "platter")}
+        rows: dict[str, list[float]] = {name: [] for name in ("cold", "hot", "disk", "platter")}
         for _ in range(rounds):
             tokens = [rng.randrange(10, model.vocab_size) for _ in range(length)]
             with running(model, settings) as engine:
@@ -196,11 +195,6 @@ def first_tokens(model: LoadedModel, settings: EngineSettings, lengths: list[int
                 rows["platter"].append(engine.first_token_ms(tokens))
                 restored = engine.tiers.stats()["disk"]["restored"]
                 assert restored == (length - 4) // settings.block_size, restored
-            host = replace_settings(settings, host_bytes=1 << 30, disk_dir=None)
-            with running(model, host) as engine:
-                engine.first_token_ms(tokens)
-                engine.evict()
-                rows["host"].append(engine.first_token_ms(tokens))
         medians = {name: statistics.median(values) for name, values in rows.items()}
         print(
             f"| {length:,} | {' | '.join(f'{value:,.1f}' for value in medians.values())} "
@@ -234,7 +228,8 @@ def steps(model: LoadedModel, settings: EngineSettings, rounds: int) -> None:
     rng = random.Random(2)
     taken = {name: Windows() for name in ("nothing is copied", "blocks are saved", "blocks are restored")}
     with running(model, settings) as engine:
-        disk = engine.tiers.lower[-1]
+        disk = engine.tiers.disk
+        assert disk is not None
         below = [engine.invent(rng) for _ in range(rounds * WINDOW_STEPS // RESTORE_EVERY)]
         for chain in below:
             engine.call(lambda chain=chain: engine.tiers.save(chain))  # type: ignore[misc]

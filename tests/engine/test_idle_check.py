@@ -23,8 +23,8 @@ LIMIT_S = 30.0
 class Desk:
     """A loop on its thread over tiers with real copy threads, and what it answered."""
 
-    def __init__(self, num_blocks: int, host: int) -> None:
-        self.bench: TierBench = make(num_blocks, host=host)
+    def __init__(self, num_blocks: int) -> None:
+        self.bench: TierBench = make(num_blocks)
         self.said = threading.Condition()
         self.answers: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
@@ -82,8 +82,8 @@ class Desk:
 
 
 @contextmanager
-def running(num_blocks: int = 64, host: int = 32) -> Iterator[Desk]:
-    desk = Desk(num_blocks, host)
+def running(num_blocks: int = 64) -> Iterator[Desk]:
+    desk = Desk(num_blocks)
     desk.loop.start()
     try:
         yield desk
@@ -95,15 +95,16 @@ def device(bench: TierBench) -> None:
     bench.pool.allocate(1)
 
 
-def host(bench: TierBench) -> None:
+def slot(bench: TierBench) -> None:
     bench.tiers.pools[1].allocate(1)
 
 
 def disk(bench: TierBench) -> None:
-    bench.tiers.pools[2]._num_evictable += 1
+    bench.tiers.pools[1]._num_evictable += 1
 
 
 def queue(bench: TierBench) -> None:
+    assert bench.tiers._saving is not None
     bench.tiers._saving._queued_bytes += 1
 
 
@@ -140,12 +141,12 @@ def unknown_tenant(bench: TierBench) -> None:
     ("harm", "said"),
     [
         (device, "1 blocks are live and no sequence is left"),
-        (host, "host: 1 slots are live and nothing is copied"),
+        (slot, "disk: 1 slots are live and nothing is copied"),
         (disk, "disk: live, evictable and leaf blocks are"),
         (queue, "bytes are queued, counted as"),
         (claim, "no sequence is left"),
-        (unpinned, "of tier 2, which is not leased"),
-        (pinned_twice, "1 leases end in tier 2, and its blocks count 2"),
+        (unpinned, "of tier 1, which is not leased"),
+        (pinned_twice, "1 leases end in tier 1, and its blocks count 2"),
         (miscounted, "leases keep 0 blocks of tier 0, counted as 1"),
         (strange, "which holds something else"),
     ],
@@ -157,7 +158,7 @@ def test_an_idle_engine_counts_and_logs_what_is_wrong_in_any_tier(
     with running() as desk:
         desk.ask(1, prompt(40), ttl_s=600.0)
         desk.do(lambda: None)
-        assert desk.bench.scheduler.leases.stats()["blocks"] == {"device": 0, "host": 0, "disk": 10}
+        assert desk.bench.scheduler.leases.stats()["blocks"] == {"device": 0, "disk": 10}
         assert desk.loop.stats()["invariant_violations"] == 0
         desk.do(lambda: harm(desk.bench))
         assert desk.loop.stats()["invariant_violations"] >= 1
@@ -213,7 +214,7 @@ def test_a_loop_whose_last_save_has_just_ended_goes_on_at_once(monkeypatch: pyte
     """The save has a rest while steps run, and holds the blocks that the second sequence needs."""
     monkeypatch.setattr("engine.loop.BLOCKED_CHECK_S", 1e6)
     monkeypatch.setattr("engine.tiers.copying.time", SimpleNamespace(monotonic=itertools.count(0, 1000).__next__))
-    with running(num_blocks=10, host=0) as desk:
+    with running(num_blocks=10) as desk:
         loop, both, steps = desk.loop, threading.Event(), itertools.count(1)
 
         def wait() -> None:

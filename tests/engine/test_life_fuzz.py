@@ -42,9 +42,8 @@ REACHED = (
     *("leases granted", "leases renewed", "leases degraded", "leases kept_again", "leases expired", "leases dropped"),
     *("leases lost", "leases demoted", "leases read", "leases read again", "leases brought back", "leases promised"),
     "leases restored",
-    *("device evicted", "host evicted", "disk evicted", "host saved", "disk saved", "host restored", "disk restored"),
+    *("device evicted", "disk evicted", "disk saved", "disk restored"),
     *(
-        "host failed",
         "disk failed",
         "disk dropped",
         "disk torn",
@@ -103,7 +102,6 @@ class Fuzz:
             weights=rng.choice(["w", "w", "w", "v"]),
             layout=rng.choice(["8", "8", "8", "9"]),
             blocks=rng.choice([8, 9, 10, 12, 16, 70]),
-            host=rng.choice([0, 0, 3, 8, 20]),
             disk=rng.choice([4, 20, 60]),
             max_age_s=rng.choice([DAY_S, 1e9]),
             queue_bytes=rng.choice([300, 2000, 1 << 20]),
@@ -298,9 +296,9 @@ class Fuzz:
         bench = self.bench
         told = {key: len(updates) for key, updates in bench.updates.items()}
         excuses = self.count_excuses()
-        late = sum(tier.late for tier in bench.tiers.lower)
+        late = bench.below.late
         self.seen["steps"] += bench.step()
-        self.seen["overdue copies"] += max(0, sum(tier.late for tier in bench.tiers.lower) - late)
+        self.seen["overdue copies"] += max(0, bench.below.late - late)
         excuses = self.count_excuses() - excuses
         for (owner, seq), updates in bench.updates.items():
             for update in updates[told.get((owner, seq), 0) :]:
@@ -344,11 +342,10 @@ class Fuzz:
         self.seen["leases demoted"] += sum(lease.tier > tier for lease, tier in before.items())
 
     def fail_store(self) -> None:
-        self.rng.choice(self.bench.stores).fails = True
+        self.bench.disk.fails = True
 
     def recover(self) -> None:
-        for store in self.bench.stores:
-            store.fails = False
+        self.bench.disk.fails = False
         self.bench.now += self.rng.choice([0.1, PAUSE_S])
 
     def damage(self) -> None:

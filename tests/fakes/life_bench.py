@@ -1,4 +1,4 @@
-"""An engine with all its tiers, from start to start, driven by hand: scheduler, leases, host memory, files.
+"""An engine with all its tiers, from start to start, driven by hand: scheduler, leases, files.
 
 The stores below are the real ones, the model is the oracle: the bytes of a block are what it remembers of each slot,
 the whole prefix with namespace and salt. Copies are made when a test says so and can be interrupted at each block, so
@@ -24,7 +24,6 @@ from engine.scheduler import Scheduler
 from engine.sequence import StepGivenUp
 from engine.tiers.copying import BlockKey, Payload, Store
 from engine.tiers.disk_store import DiskStore, Scan
-from engine.tiers.storage import HostStore
 from engine.tiers.tier import Lasting
 from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import GARBAGE, OracleRunner, Prefixes
@@ -193,15 +192,9 @@ class LifeBench(TieredBench):
     """One life of an engine. `aside` is called while a step is computed: the copies go on then."""
 
     namespace: Namespace = None  # type: ignore[assignment]
-    stores: list[Slow] = field(default_factory=list)  # of the lower tiers
+    disk: SlowDisk = None  # type: ignore[assignment]
     workers: Mapping[str, Hands] = field(default_factory=dict)
     aside: Callable[[], None] = lambda: None
-
-    @property
-    def disk(self) -> SlowDisk:
-        store = self.stores[-1]
-        assert isinstance(store, SlowDisk)
-        return store
 
     def digests(self, tokens: list[int], salt: str) -> bytes:
         return chain_digests(replace(self.namespace, salt=salt).root(), pack(tokens), SIZE)
@@ -265,16 +258,13 @@ class LifeBench(TieredBench):
 
     def _contents(self, tier: Tier, block: int, digest: bytes) -> Row | None:
         """None for a file that was damaged."""
-        store = self.stores[tier.number - 1] if tier.number else None
-        if store is None:
+        if not tier.number:
             return SlotStore(self.runner).rows([block])[0]
-        if isinstance(store, SlowDisk):
-            path = store.store._path(digest)
-            if path not in store.folder.sound:
-                return None
-            file = Path(path).read_bytes()
-            return decode(np.frombuffer(file[-16 - BLOCK_BYTES : -16], np.uint8).reshape(1, -1))[0]
-        return decode(store.inner.read([block], []))[0]
+        path = self.disk.store._path(digest)
+        if path not in self.disk.folder.sound:
+            return None
+        file = Path(path).read_bytes()
+        return decode(np.frombuffer(file[-16 - BLOCK_BYTES : -16], np.uint8).reshape(1, -1))[0]
 
 
 def start(
@@ -285,7 +275,6 @@ def start(
     weights: str,
     layout: str,
     blocks: int,
-    host: int,
     disk: int,
     max_age_s: float,
     context_tokens: int,
@@ -313,25 +302,19 @@ def start(
     def pause() -> None:
         meanwhile(bench)
 
-    levels = [Tier("device", pool, Slow(SlotStore(runner), pause), BLOCK_BYTES)]
-    stores: list[Slow] = []
-    if host:
-        stores.append(Slow(HostStore(host, BLOCK_BYTES), pause))
-        levels.append(Tier("host", BlockPool(host, SIZE, policy(host)), stores[-1], BLOCK_BYTES))
+    device = Tier("device", pool, Slow(SlotStore(runner), pause), BLOCK_BYTES)
     files = DiskStore(folder.path, namespace, layout, BLOCK_BYTES)
     store = SlowDisk(files, pause, folder=folder, model=model, store=files)
-    stores.append(store)
     scan = partial(store.scan, disk, disk * files.file_bytes, max_age_s)
     began = folder.wall
     leases = files.lease_file(clock=lambda: bench.now, wall=lambda: began + bench.now)
     order = policy(disk)
-    lasting = Lasting(files, order, max_age_s) if type(order) is LeastRecentlyUsed else None
-    below = BlockPool(disk, SIZE, order)
-    levels.append(Tier("disk", below, store, files.file_bytes, scan, leases, lasting=lasting))
-    tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks)
+    lasting = Lasting(files, max_age_s) if type(order) is LeastRecentlyUsed else None
+    below = Tier("disk", BlockPool(disk, SIZE, order), store, files.file_bytes, scan, leases, lasting=lasting)
+    tiers = Tiers(device, below, queue_bytes=queue_bytes, part_blocks=part_blocks)
     scheduler = Scheduler(
         pool, namespace, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers
     )
-    bench = LifeBench(pool, scheduler, runner, namespace=namespace, tiers=tiers, stores=stores)
+    bench = LifeBench(pool, scheduler, runner, namespace=namespace, tiers=tiers, disk=store)
     tiers.start(lambda name: bench.workers.setdefault(name, Hands()))
     return bench

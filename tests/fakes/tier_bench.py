@@ -1,4 +1,4 @@
-"""A scheduler over three tiers with a fake model, driven by hand: every copy happens when a test says so.
+"""A scheduler over a device and a disk with a fake model, driven by hand: every copy happens when a test says so.
 
 The bytes of a block are what the oracle model remembers of it, the whole prefix of each slot, so whoever copies the
 wrong block, too early or over somebody else's fails at the next read.
@@ -20,6 +20,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Step
 from engine.tiers.copying import BlockKey
 from engine.tiers.disk_store import Scan
+from engine.tiers.restoring import Restoring
 from engine.tiers.tiers import Tier, Tiers
 from tests.fakes.oracle_runner import OracleRunner, Prefixes
 from tests.fakes.scheduler_bench import NAMESPACE, SIZE, VOCAB, Bench
@@ -59,6 +60,11 @@ class ManualWorker:
         return True
 
 
+def restoring(tiers: Tiers) -> Restoring:
+    assert tiers._restoring is not None
+    return tiers._restoring
+
+
 @dataclass
 class WatchedRunner(OracleRunner):
     """The oracle model, which also sees to it that no step touches what a copy is writing."""
@@ -66,7 +72,7 @@ class WatchedRunner(OracleRunner):
     tiers: Tiers = None  # type: ignore[assignment]
 
     def run(self, step: Step) -> list[int | None]:
-        written = {block for job in self.tiers._restoring.jobs for block in job.blocks}
+        written = {block for job in restoring(self.tiers).jobs for block in job.blocks}
         assert not written.intersection(step.fresh_blocks), "a block that is being restored would be zeroed"
         return super().run(step)
 
@@ -87,27 +93,6 @@ class FakeCache:
 
     def drop(self, digests: Sequence[bytes]) -> None:
         raise AssertionError("the first tier drops nothing")
-
-
-@dataclass
-class FakeHost:
-    """Rows by slot."""
-
-    rows: dict[int, Any] = field(default_factory=dict)
-    fails: bool = False
-
-    def read(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> Any:
-        if self.fails:
-            raise RuntimeError("the fake host fails")
-        return [self.rows[slot] for slot in slots]
-
-    def write(self, slots: Sequence[int], keys: Sequence[BlockKey], payload: Any) -> None:
-        if self.fails:
-            raise RuntimeError("the fake host fails")
-        self.rows |= dict(zip(slots, payload, strict=True))
-
-    def drop(self, digests: Sequence[bytes]) -> None:
-        pass
 
 
 @dataclass
@@ -160,6 +145,11 @@ class TieredBench(Bench):
     workers: Mapping[str, ManualWorker] = field(default_factory=dict)
     told: dict[bytes, str] = field(default_factory=dict)  # what a gateway believes: digest -> tier
 
+    @property
+    def below(self) -> Tier:
+        assert self.tiers.disk is not None
+        return self.tiers.disk
+
     def settle(self, limit: int = 5000) -> None:
         """Does and tells all copies, and whatever follows from them; computes nothing."""
         while any(worker.work() or worker.deliver() for worker in self.workers.values()) or self.tiers.pump_wanted:
@@ -198,9 +188,8 @@ class TieredBench(Bench):
 
 @dataclass
 class TierBench(TieredBench):
-    """Over fake stores. Without `host`, blocks go straight to disk."""
+    """Over fake stores."""
 
-    host: FakeHost | None = None
     disk: FakeDisk = field(default_factory=FakeDisk)
 
     def step(self) -> bool:
@@ -242,9 +231,6 @@ class TierBench(TieredBench):
     def _contents(self, tier: Tier, block: int, digest: bytes) -> Any:
         if tier.name == "device":
             return FakeCache(self.runner).read([block], [])[0]
-        if tier.name == "host":
-            assert self.host is not None
-            return self.host.rows[block]
         held = self.disk.files.get(digest)
         return None if held is None else held[1]
 
@@ -252,7 +238,6 @@ class TierBench(TieredBench):
 def make(
     num_blocks: int = 64,
     *,
-    host: int = 0,
     disk: int = 64,
     files: FakeDisk | None = None,
     leases: Path | None = None,
@@ -275,19 +260,17 @@ def make(
     pool = BlockPool(num_blocks, SIZE)
     runner = WatchedRunner(pool, VOCAB, config.step_tokens)
     runner.prefixes = prefixes or runner.prefixes
-    store, rows = files or FakeDisk(), FakeHost() if host else None
-    levels = [Tier("device", pool, FakeCache(runner), 1)]
-    if rows is not None:
-        levels.append(Tier("host", BlockPool(host, SIZE), rows, 1))
+    store = files or FakeDisk()
     bench: TierBench
     file = leases and LeaseFile(lambda: leases, b"w", clock=lambda: bench.now, wall=lambda: wall(bench.now))
-    levels.append(Tier("disk", BlockPool(disk, SIZE), store, 1, store.scan, file))
-    tiers = Tiers(levels, queue_bytes=queue_bytes, part_blocks=part_blocks)
+    below = Tier("disk", BlockPool(disk, SIZE), store, 1, store.scan, file)
+    device = Tier("device", pool, FakeCache(runner), 1)
+    tiers = Tiers(device, below, queue_bytes=queue_bytes, part_blocks=part_blocks)
     runner.tiers = tiers
     scheduler = Scheduler(
         pool, NAMESPACE, config, context_tokens=context_tokens, vocab_size=VOCAB, eos_ids=eos_ids, tiers=tiers
     )
-    bench = TierBench(pool, scheduler, runner, tiers=tiers, host=rows, disk=store)
+    bench = TierBench(pool, scheduler, runner, tiers=tiers, disk=store)
     tiers.start(lambda name: bench.workers.setdefault(name, ManualWorker()))
     if files is None:
         bench.settle()

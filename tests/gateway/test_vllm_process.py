@@ -72,9 +72,9 @@ def test_no_engine_needs_no_vllm(tmp_path: Path) -> None:
 def test_a_vllm_is_started_on_the_loopback_with_events_and_what_was_set(
     environ: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = {"model": "some/model", "max_context_tokens": 4096, "dtype": "float32", "host_bytes": 5}
+    engine = {"model": "some/model", "max_context_tokens": 4096, "dtype": "float32", "disk_bytes": 5}
     chosen = choose_engine(settings("vllm", engine=engine, engines={"vllm_arguments": "--seed 7 --x 'a b'"}), environ)
-    assert "that a vLLM has not: host_bytes" in caplog.text
+    assert "that a vLLM has not: disk_bytes" in caplog.text
     replica = chosen.replicas[0]
     command = command_of(chosen, replica)
     assert command[:5] == ["vllm", "serve", "some/model", "--served-model-name", "some/model"]

@@ -225,7 +225,7 @@ def test_a_lease_that_is_asked_for_again_while_the_start_goes_on_is_one(lives: L
 def test_changes_are_written_together_and_not_too_often(lives: Lives) -> None:
     bench = lives.start()
     written: list[float] = []
-    file = bench.tiers.lower[0].leases
+    file = bench.below.leases
     assert file is not None
     write = file.write
     file.write = lambda leases: (written.append(bench.now), write(leases))[1]  # type: ignore[method-assign]

@@ -47,7 +47,7 @@ def files_of(path: Path, prefix: str = A) -> list[Path]:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    made = Engine(tmp_path, host=400)
+    made = Engine(tmp_path)
     yield made
     made.check()
     made.kill()
@@ -59,8 +59,7 @@ def test_afterwards_a_tenant_finds_nothing_in_any_tier_and_the_others_find_all(e
     report = purged(engine)
     assert report.tiers == {
         "device": Amount(10, 10 * engine.bench.tiers.tiers[0].block_bytes),
-        "host": Amount(10, 10 * engine.bench.tiers.tiers[1].block_bytes),
-        "disk": Amount(10, 10 * engine.bench.tiers.tiers[2].block_bytes),
+        "disk": Amount(10, 10 * engine.bench.tiers.tiers[1].block_bytes),
     }
     assert (report.left, report.in_use, report.files) == (0, [], Amount())
     assert files_of(tmp_path) == []
@@ -247,7 +246,6 @@ class Fuzz:
             weights=self.rng.choice("wwv"),
             blocks=self.rng.choice([20, 60]),
             disk=self.rng.choice([20, 60]),
-            host=self.rng.choice([0, 20]),
             meanwhile=self.meanwhile,
             settled=False,
             step_tokens=32,

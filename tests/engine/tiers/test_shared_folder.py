@@ -40,7 +40,6 @@ class Fleet:
             weights="w",
             layout="8",
             blocks=20,
-            host=0,
             disk=self.disk,
             max_age_s=86400.0,
             context_tokens=60,

@@ -1,4 +1,4 @@
-"""A real model over real tiers: what comes back from host memory or disk computes the very same numbers."""
+"""A real model over real tiers: what comes back from disk computes the very same numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.protocol import Sampling, StepFrame, Submit
 from engine.scheduler import Scheduler
 from engine.tiers import storage
 from engine.tiers.copying import BlockKey, Copied, CopyThread, Payload, copy_blocks
-from engine.tiers.storage import CacheStore, HostStore, build_tiers
+from engine.tiers.storage import CacheStore, build_tiers
 from tests.fakes.tiny_models import CONTEXT, VOCABULARY, make_loaded, make_module, random_ids
 from tests.fakes.tuned import tuned
 
@@ -122,23 +122,6 @@ def test_an_answer_after_a_restart_is_computed_from_the_same_bits(
         assert second.loop.stats()["tiers"]["disk"]["restored"] == 18
 
 
-def test_what_was_evicted_comes_back_from_host_memory(tmp_path: Path) -> None:
-    changes = {"host_bytes": 4 << 20, "disk_dir": tmp_path}
-    with engine("llama", torch.float32, **changes) as running:
-        cold = running.ask(1, PROMPT)
-        evicted = running.scheduler.pool.evictions
-        for seq in range(2, 14):
-            running.ask(seq, random_ids(300, seq))
-        assert running.scheduler.pool.evictions > evicted
-        warm = running.ask(20, PROMPT)
-        assert (warm[0], warm[1]) == (cold[0], 288)
-        assert torch.equal(warm[2], cold[2])
-        stats = running.loop.stats()["tiers"]
-        assert stats["host"]["restored"] > 0
-        assert stats["disk"]["restored"] == 0
-        assert stats["host"]["saved"] == stats["disk"]["saved"]
-
-
 def test_another_model_finds_nothing_and_leaves_the_first_ones_blocks(tmp_path: Path) -> None:
     with engine("llama", torch.float32, disk_dir=tmp_path) as first:
         first.ask(1, PROMPT)
@@ -159,11 +142,10 @@ def test_a_disk_that_cannot_be_written_costs_nothing_but_a_warning(
     assert len([record for record in caplog.records if "disk tier failed" in record.getMessage()]) == 1
 
 
-@pytest.mark.parametrize("setting", ["host_bytes", "disk_bytes"])
-def test_a_budget_below_one_block_is_a_setting_error(setting: str, tmp_path: Path) -> None:
+def test_a_budget_below_one_block_is_a_setting_error(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match=f"engine.{setting}: 1 bytes"),
-        engine("llama", torch.float32, **{"disk_dir": tmp_path, setting: 1}),
+        pytest.raises(ConfigError, match=r"engine\.disk_bytes: 1 bytes"),
+        engine("llama", torch.float32, disk_dir=tmp_path, disk_bytes=1),
     ):
         pass
 
@@ -242,9 +224,9 @@ def bits(cache: KVCache, block: int) -> list[int]:
 def test_blocks_go_down_and_come_back_bit_for_bit_anywhere_else(dtype: torch.dtype) -> None:
     source, target = filled(dtype, 1), filled(dtype, 2)
     before = [bits(target, block) for block in range(NUM_BLOCKS + 1)]
-    device, host = CacheStore(source), HostStore(5, CacheStore(source).block_bytes)
-    assert copy_blocks(device, [7, 1, 2], host, [4, 0, 3], keys(3)) == Copied(3)
-    assert copy_blocks(host, [4, 0, 3], CacheStore(target), [0, 8, 5], keys(3)) == Copied(3)
+    device, below = CacheStore(source), CacheStore(filled(dtype, 3))
+    assert copy_blocks(device, [7, 1, 2], below, [4, 0, 3], keys(3)) == Copied(3)
+    assert copy_blocks(below, [4, 0, 3], CacheStore(target), [0, 8, 5], keys(3)) == Copied(3)
     moved = {0: 7, 8: 1, 5: 2}
     for block in range(NUM_BLOCKS + 1):
         assert bits(target, block) == (bits(source, moved[block]) if block in moved else before[block])
@@ -276,9 +258,8 @@ class Faulty:
 
 
 def test_a_copy_reports_how_far_it_came() -> None:
-    host = HostStore(10, 8)
     slots = [*range(10)]
     for sound in range(11):
-        assert copy_blocks(Faulty(sound), slots, host, slots, keys(10)) == Copied(sound)
-    failed = copy_blocks(host, slots, Faulty(fails=5), slots, keys(10))
+        assert copy_blocks(Faulty(sound), slots, Faulty(), slots, keys(10)) == Copied(sound)
+    failed = copy_blocks(Faulty(), slots, Faulty(fails=5), slots, keys(10))
     assert (failed.count, str(failed.error)) == (0, "no room")

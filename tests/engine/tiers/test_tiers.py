@@ -13,7 +13,7 @@ from engine.planner import COPY_WAIT_S
 from engine.protocol import DIGEST_BYTES, split_digests
 from engine.tiers.tier import COPY_LIMIT_S, PAUSE_S
 from tests.fakes.scheduler_bench import SIZE, digests_of, expected, prompt
-from tests.fakes.tier_bench import TierBench, make
+from tests.fakes.tier_bench import TierBench, make, restoring
 
 
 def held(bench: TierBench, tier: str, tokens: list[int], salt: str = "") -> int:
@@ -30,10 +30,10 @@ def counters(bench: TierBench, tier: str = "disk") -> dict[str, int]:
 
 
 def test_a_prompt_is_saved_in_every_tier_and_stays_where_it_was() -> None:
-    bench = make(host=32)
+    bench = make()
     bench.ask(1, prompt(40), max_tokens=1)
-    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [10, 10, 10]
-    assert (counters(bench, "host")["saved"], counters(bench)["saved"]) == (10, 10)
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "disk")] == [10, 10]
+    assert counters(bench)["saved"] == 10
     bench.check_contents()
 
 
@@ -46,15 +46,14 @@ def test_what_was_generated_is_saved_when_the_sequence_ends() -> None:
 
 
 def test_a_prefix_that_was_evicted_comes_back_and_the_answer_is_the_same() -> None:
-    for host in (0, 32):
-        bench = make(host=host)
-        bench.ask(1, prompt(40))
-        bench.forget_device()
-        assert held(bench, "device", prompt(40)) == 0
-        assert bench.ask(2, prompt(40)) == 36
-        assert bench.answer(2) == bench.answer(1) == expected(prompt(40))
-        assert counters(bench, "host" if host else "disk")["restored"] == 9
-        bench.check_contents()
+    bench = make()
+    bench.ask(1, prompt(40))
+    bench.forget_device()
+    assert held(bench, "device", prompt(40)) == 0
+    assert bench.ask(2, prompt(40)) == 36
+    assert bench.answer(2) == bench.answer(1) == expected(prompt(40))
+    assert counters(bench)["restored"] == 9
+    bench.check_contents()
 
 
 def test_after_a_restart_the_first_request_is_warm() -> None:
@@ -93,15 +92,13 @@ def test_a_block_that_turns_out_to_be_torn_while_the_rest_is_still_adopted_takes
 
 
 def test_a_longer_prefix_below_is_fetched_behind_what_is_there() -> None:
-    bench = make(host=5)
+    bench = make()
     bench.ask(1, prompt(40))
-    assert held(bench, "host", prompt(40)) == 5
     bench.forget_device()
     bench.ask(2, prompt(12))
     assert held(bench, "device", prompt(40)) == 3
     assert bench.ask(3, prompt(40)) == 36
-    assert counters(bench, "host")["restored"] == 2 + 2  # two for the second prompt, two for the third
-    assert counters(bench)["restored"] == 4
+    assert counters(bench)["restored"] == 2 + 6  # for the second prompt and for the third
     bench.check_contents()
 
 
@@ -288,36 +285,11 @@ def test_a_save_that_hangs_keeps_no_block_of_the_model_either() -> None:
     bench.check_contents()
 
 
-def test_a_restore_from_two_tiers_ends_where_the_second_one_began_to_hang_meanwhile() -> None:
-    bench = make(host=5)
-    bench.ask(1, prompt(40, 1), max_tokens=1)
-    bench.ask(2, prompt(40), max_tokens=1)
-    bench.forget_device()
-    assert [held(bench, "host", prompt(40, kind)) for kind in (0, 1)] == [5, 0]
-    bench.submit(3, prompt(40, 1), max_tokens=1)
-    assert not bench.step()
-    bench.now += COPY_LIMIT_S - 1
-    bench.submit(4, prompt(40), max_tokens=1)
-    assert not bench.step(), "its first blocks are being copied from host memory"
-    bench.now += 1
-    while bench.step():
-        pass
-    host = bench.workers["copy-host"]
-    while host.work() or host.deliver():
-        pass
-    while bench.step():
-        pass
-    assert (bench.answer(4), bench.of(4)[0].cached_tokens) == (expected(prompt(40), 1), 20)
-    bench.finish()
-    bench.check_contents()
-
-
-def live_with_a_hang(host: int, point: int) -> bool:
+def live_with_a_hang(point: int) -> bool:
     """Saves, restores and evictions, where the disk hangs before or after one of its calls for longer than a copy may
     take, while others use every block of the model. False when there are fewer such points."""
-    bench = make(num_blocks=16, host=host, disk=24)
-    disk, calls = bench.workers["copy-disk"], itertools.count()
-    others = [worker for worker in bench.workers.values() if worker is not disk]
+    bench = make(num_blocks=16, disk=24)
+    calls = itertools.count()
     answered: list[int] = []  # what is raised while a store is called is the store's failure
 
     def meanwhile() -> None:
@@ -328,7 +300,7 @@ def live_with_a_hang(host: int, point: int) -> bool:
         for seq, tokens in ((100, prompt(56, 7)), (101, prompt(40)), (102, prompt(56, 8))):
             bench.submit(seq, tokens, max_tokens=1)
             while not bench.answer(seq) and bench.now - began_s <= 2 * COPY_LIMIT_S:
-                if not bench.step() and not any(worker.work() or worker.deliver() for worker in others):
+                if not bench.step():
                     bench.now += 1.0
             bench.listen()
             answered.extend(bench.answer(seq))
@@ -365,9 +337,8 @@ def live_with_a_hang(host: int, point: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("host", [0, 12])
-def test_a_disk_that_hangs_at_any_of_its_calls_holds_no_sequence_up_and_is_used_again(host: int) -> None:
-    points = sum(1 for _ in itertools.takewhile(lambda point: live_with_a_hang(host, point), itertools.count()))
+def test_a_disk_that_hangs_at_any_of_its_calls_holds_no_sequence_up_and_is_used_again() -> None:
+    points = sum(1 for _ in itertools.takewhile(live_with_a_hang, itertools.count()))
     assert points > 20
 
 
@@ -391,11 +362,11 @@ def test_leases_wait_for_copies_to_make_room_and_not_for_a_disk_that_hangs() -> 
 
 def test_a_lease_that_was_saved_is_read_after_a_flood_above() -> None:
     """The first tier has no room for the lease by itself: its share is five blocks."""
-    bench = make(num_blocks=20, host=40)
+    bench = make(num_blocks=20)
     bench.ask(1, prompt(40), breakpoints=((38, 600.0),), max_tokens=1)
     leases = bench.scheduler.leases
     assert bench.of(1)[0].leases_degraded == 1
-    assert leases.stats()["blocks"] == {"device": 0, "host": 0, "disk": 9}
+    assert leases.stats()["blocks"] == {"device": 0, "disk": 9}
     for seq in range(2, 12):
         bench.ask(seq, prompt(60, seq), max_tokens=1)
     assert held(bench, "device", prompt(40)) == 0
@@ -417,13 +388,13 @@ def test_the_scheduler_waits_while_copies_hold_the_blocks_that_it_needs() -> Non
 
 
 def test_few_blocks_at_a_time_are_saved_and_all_in_the_end() -> None:
-    bench = make(part_blocks=3, host=64)
+    bench = make(part_blocks=3)
     bench.submit(1, prompt(80), max_tokens=1)
     bench.step()
     bench.step()
     assert bench.pool.num_live == 3
     bench.finish()
-    assert held(bench, "disk", prompt(80)) == held(bench, "host", prompt(80)) == 20
+    assert held(bench, "disk", prompt(80)) == 20
 
 
 def test_while_steps_run_saving_takes_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,13 +450,12 @@ def test_a_prefix_longer_than_its_tier_is_saved_as_far_as_it_fits() -> None:
 
 
 def test_a_disk_that_is_full_costs_one_warning_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    bench = make(host=32)
+    bench = make()
     bench.disk.fails = True
     for seq in range(4):
         bench.ask(seq, prompt(20, seq), max_tokens=1)
         assert bench.answer(seq) == expected(prompt(20, seq), 1)
     assert (counters(bench)["saved"], counters(bench)["failed"], counters(bench)["dropped"]) == (0, 5, 15)
-    assert counters(bench, "host")["saved"] == 20
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert bench.disk.files == {}
     bench.disk.fails = False
@@ -495,22 +465,22 @@ def test_a_disk_that_is_full_costs_one_warning_and_nothing_else(caplog: pytest.L
 
 
 def test_what_is_not_trusted_any_more_is_forgotten_below_too() -> None:
-    bench = make(host=32)
+    bench = make()
     bench.ask(1, prompt(40), max_tokens=1)
     bench.runner.poisoned.add(("g", 2))
     bench.runner.all_bad = True
     bench.ask(2, prompt(20) + prompt(10, 3), max_tokens=1)
-    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [0, 0, 0]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "disk")] == [0, 0]
     assert bench.disk.files == {}
 
 
 def test_one_prompt_that_overflows_takes_nothing_that_others_share_and_that_is_sound() -> None:
-    bench = make(host=32)
+    bench = make()
     bench.ask(1, prompt(40), max_tokens=1, breakpoints=((40, 600.0),))
     bench.runner.poisoned.add(("g", 2))
     bench.ask(2, prompt(20) + prompt(10, 3), max_tokens=1)
     assert bench.of(2)[0].finish == "error"
-    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [10, 10, 10]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "disk")] == [10, 10]
     assert bench.scheduler.leases.counters.lost == 0
     bench.listen()
     assert bench.ask(3, prompt(40)) == 36
@@ -518,30 +488,30 @@ def test_one_prompt_that_overflows_takes_nothing_that_others_share_and_that_is_s
 
 
 def test_what_is_not_finite_among_it_is_forgotten_in_all_tiers_with_what_hangs_from_it_and_nothing_else() -> None:
-    bench = make(host=32)
+    bench = make()
     bench.ask(1, prompt(40), max_tokens=1)
     bench.ask(2, prompt(8) + prompt(12, 5), max_tokens=1)
     third = bench.pool.prefixes.find_block(split_digests(digests_of(prompt(40)))[2])
     bench.scheduler.tables.find_not_finite = lambda blocks: [block for block in blocks if block == third]
     bench.runner.poisoned.add(("g", 3))
     bench.ask(3, prompt(20) + prompt(10, 3), max_tokens=1)
-    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [2, 2, 2]
-    assert [held(bench, tier, prompt(8) + prompt(12, 5)) for tier in ("device", "host", "disk")] == [5, 5, 5]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "disk")] == [2, 2]
+    assert [held(bench, tier, prompt(8) + prompt(12, 5)) for tier in ("device", "disk")] == [5, 5]
     assert len(bench.disk.files) == 5
     bench.listen()
 
 
 def test_what_ceased_to_be_trusted_while_it_was_copied_is_not_saved() -> None:
-    bench = make(host=32)
+    bench = make()
     bench.submit(1, prompt(40), max_tokens=3)
     bench.step()
     bench.runner.poisoned.add(("g", 1))
     bench.runner.all_bad = True
     bench.step()
     bench.finish()
-    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [0, 0, 0]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "disk")] == [0, 0]
     assert bench.disk.files == {}
-    assert counters(bench, "host")["saved"] == 0
+    assert counters(bench)["saved"] == 0
 
 
 def test_what_ceases_to_be_trusted_while_saving_has_a_rest_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,12 +534,12 @@ def test_what_ceases_to_be_trusted_while_saving_has_a_rest_is_not_saved(monkeypa
 
 
 def test_what_ceases_to_be_trusted_while_it_comes_back_is_not_restored() -> None:
-    bench = make(host=32)
+    bench = make()
     bench.ask(1, prompt(40), max_tokens=1)
     bench.forget_device()
     bench.submit(2, prompt(40), max_tokens=1)
     bench.step()
-    (job,) = bench.tiers._restoring.jobs
+    (job,) = restoring(bench.tiers).jobs
     bench.tiers.forget(job.chain)
     bench.settle()
     assert held(bench, "device", prompt(40)) == 0
@@ -578,16 +548,16 @@ def test_what_ceases_to_be_trusted_while_it_comes_back_is_not_restored() -> None
 
 
 def test_a_lease_moves_down_with_its_blocks_and_is_there_when_asked_for() -> None:
-    bench = make(num_blocks=24, host=16, disk=40, lease_share=0.5, lease_tenant_share=0.5)
+    bench = make(num_blocks=24, disk=40, lease_share=0.5, lease_tenant_share=0.5)
     leases = bench.scheduler.leases
     bench.submit(1, prompt(40), max_tokens=1, breakpoints=((24, 600.0),))
     bench.step()
-    assert [leases.num_blocks(tier) for tier in range(3)] == [6, 0, 0]
+    assert [leases.num_blocks(tier) for tier in range(2)] == [6, 0]
     bench.finish()
-    assert [leases.num_blocks(tier) for tier in range(3)] == [0, 0, 6]
+    assert [leases.num_blocks(tier) for tier in range(2)] == [0, 6]
     for seq in range(2, 12):
         bench.ask(seq, prompt(40, seq), max_tokens=1)
-    assert [held(bench, tier, prompt(40)) for tier in ("device", "host", "disk")] == [0, 0, 6]
+    assert [held(bench, tier, prompt(40)) for tier in ("device", "disk")] == [0, 6]
     assert bench.ask(20, prompt(24) + prompt(10, 20), max_tokens=1) == 24
     assert bench.of(20)[0].lease_read_tokens == 24
     assert counters(bench)["restored"] == 6
@@ -607,6 +577,7 @@ def test_a_lease_whose_blocks_were_torn_is_lost_and_ends_nothing_else() -> None:
 def test_what_is_leased_is_saved_before_what_is_not() -> None:
     bench = make()
     said: list[bytes] = []
+    assert bench.tiers._saving is not None
     bench.tiers._saving.on_saved = lambda tier, digests, now: said.append(digests[0])
     for seq in range(3):
         bench.submit(seq, prompt(20, seq), max_tokens=1, breakpoints=((20, 60.0),) if seq == 2 else ())
@@ -628,17 +599,17 @@ def test_a_request_that_wants_no_cache_is_neither_saved_nor_restored() -> None:
 
 
 def test_the_index_is_told_the_fastest_tier_and_hears_when_a_block_is_in_none() -> None:
-    bench = make(num_blocks=16, host=8, disk=12)
+    bench = make(num_blocks=16, disk=12)
     digests = split_digests(digests_of(prompt(40)))
     bench.ask(1, prompt(40), max_tokens=1)
     bench.listen()
     assert {bench.told[digest] for digest in digests} == {"device"}
     bench.forget_device()
     bench.listen()
-    assert [bench.told[digest] for digest in digests] == ["host"] * 8 + ["disk"] * 2
+    assert [bench.told[digest] for digest in digests] == ["disk"] * 10
     bench.ask(2, prompt(20), max_tokens=1)
     bench.listen()
-    assert [bench.told[digest] for digest in digests] == ["device"] * 5 + ["host"] * 3 + ["disk"] * 2
+    assert [bench.told[digest] for digest in digests] == ["device"] * 5 + ["disk"] * 5
     for seq in range(3, 8):
         bench.ask(seq, prompt(48, seq), max_tokens=1)
         bench.listen()
