@@ -393,7 +393,8 @@ static void multiply(const void *call, int64_t number) {
 /* Fills out. */
 void kvasir_multiply(const product_t *p) {
     pieces_t pieces = {multiply, p, 0, row_blocks(p) * panel_blocks(p)};
-    if (p->threads > 1 && p->parallel) p->parallel(take_pieces, &pieces, (unsigned)p->threads, 0);
+    if (p->threads > 1 && p->parallel && p->in_features * p->out_features >= THREAD_LEAST)
+        p->parallel(take_pieces, &pieces, (unsigned)p->threads, 0);
     else take_pieces(&pieces);
 }
 
@@ -406,9 +407,12 @@ static void turn(const void *call, int64_t number) {
 /* Fills out. */
 void kvasir_turn(const rows_t *c) {
     pieces_t pieces = {turn, c, 0, (c->num_rows + ROW_BLOCK - 1) / ROW_BLOCK};
-    if (c->threads > 1 && c->parallel) c->parallel(take_pieces, &pieces, (unsigned)c->threads, 0);
+    if (c->threads > 1 && c->parallel && c->num_rows * c->heads * c->dim >= THREAD_LEAST)
+        c->parallel(take_pieces, &pieces, (unsigned)c->threads, 0);
     else take_pieces(&pieces);
 }
+
+#include "layers.c"
 
 #else /* WIDTH: one instruction set */
 

@@ -30,14 +30,14 @@ class StepAttention:
 
     def __init__(self, cache: KVCache, batch: Batch, unwanted: Callable[[], bool] | None = None) -> None:
         """`unwanted` is asked several times in every layer whether the step is to be given up."""
-        self._cache, self._unwanted = cache, unwanted
-        self._slots = torch.from_numpy(batch.slots).to(cache.data.device)
+        self.cache, self.unwanted = cache, unwanted
+        self.slots = torch.from_numpy(batch.slots).to(cache.data.device)
         self._run = consecutive(batch.slots)
         self._spans = batch.spans
         # Of the rows that a model is asked for, the last so many are not among the last of a work.
         self.num_scored = len(batch.scored)
         self.adapters = None if batch.adapters is None else torch.from_numpy(batch.adapters)
-        self._attention: PagedAttention | ReferenceAttention | None = None  # made for the first layer
+        self._plan: PagedAttention | ReferenceAttention | None = None  # made for the first layer
 
     @property
     def asks_every_row(self) -> bool:
@@ -53,7 +53,7 @@ class StepAttention:
             Span(row, span.asked, span.end - span.asked, span.table, span.asked)
             for row, span in zip(rows, self._spans, strict=False)
         ]
-        other._attention = None
+        other._plan = None
         return other
 
     def layer(
@@ -71,7 +71,7 @@ class StepAttention:
 
     def go_on(self) -> None:
         """Raises StepGivenUp if the step is not wanted any more. Asked wherever some milliseconds have passed."""
-        if self._unwanted is not None and self._unwanted():
+        if self.unwanted is not None and self.unwanted():
             raise StepGivenUp
 
     def write(self, layer: int, key_value: Tensor) -> None:
@@ -80,14 +80,22 @@ class StepAttention:
         key_value  (rows, 2, num_kv_heads, head_dim); rows beyond the step's own are padding and left out
         """
         self.go_on()
-        rows = len(self._slots)
+        rows = len(self.slots)
         if len(key_value) > rows:
             key_value = key_value[:rows]
-        key_value, slots = self._cache.encode(key_value), self._cache.layers[layer]
+        key_value, slots = self.cache.encode(key_value), self.cache.layers[layer]
         if self._run is not None:
             slots.narrow(0, self._run, rows).copy_(key_value)
         else:
-            slots.index_copy_(0, self._slots, key_value)
+            slots.index_copy_(0, self.slots, key_value)
+
+    def plan(self, num_heads: int) -> PagedAttention | ReferenceAttention:
+        """What attends, in every layer."""
+        if self._plan is None:
+            cache, spans = self.cache, self._spans
+            compiled = can_attend(cache) and num_heads <= MAX_ROWS * cache.shape.num_kv_heads
+            self._plan = PagedAttention(cache, spans, num_heads) if compiled else ReferenceAttention(cache, spans)
+        return self._plan
 
     def attend(
         self,
@@ -104,17 +112,12 @@ class StepAttention:
         cap      scores s become cap * tanh(s / cap); None leaves them as they are
         Returns  (rows, num_heads, head_dim), contiguous; padding rows are zero
         """
-        if self._attention is None:
-            cache, spans = self._cache, self._spans
-            compiled = can_attend(cache) and query.shape[1] <= MAX_ROWS * cache.shape.num_kv_heads
-            self._attention = (
-                PagedAttention(cache, spans, query.shape[1]) if compiled else ReferenceAttention(cache, spans)
-            )
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         end = self._spans[-1].row + self._spans[-1].count
         if end < len(out):
             out[end:] = 0
-        self._attention.attend(layer, query, query.shape[2] ** -0.5 if scale is None else scale, window, cap, out)
+        plan, scale = self.plan(query.shape[1]), query.shape[2] ** -0.5 if scale is None else scale
+        plan.attend(layer, query, scale, window, cap, out)
         return out
 
 

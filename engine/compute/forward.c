@@ -14,6 +14,7 @@
 #define NEAR (1 << 16)   /* floats of rows that stay in the second cache */
 #define MAX_TOGETHER 8   /* rows of a product */
 #define AHEAD 256        /* floats of a weight that are asked for before they are needed */
+#define THREAD_LEAST (1 << 16) /* numbers below which waking other threads takes longer than the work */
 
 /* What becomes of a product: x, x * sigmoid(x), x * other, x + other, and the second of the fourth. */
 enum { KEEP, SWISH, MULTIPLY, ADD, ADD_SWISH };
@@ -22,10 +23,10 @@ typedef struct {
     const float *weight; /* (panels, in_features, PANEL), zeros where there are no outputs */
     const float *bias;   /* (panels * PANEL,), or null */
     const float *rows;   /* (num_rows, in_features), row_stride apart */
-    const float *other;  /* (num_rows, out_features), or null */
-    float *out;          /* (num_rows, out_features) */
+    const float *other;  /* (num_rows, out_features), out_stride apart, or null; may be out */
+    float *out;          /* (num_rows, out_features), out_stride apart */
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or null */
-    int64_t num_rows, row_stride, in_features, out_features;
+    int64_t num_rows, row_stride, in_features, out_features, out_stride;
     int32_t then, variant, threads, unused;
 } product_t;
 
@@ -75,7 +76,7 @@ TARGET INLINE void N(multiply_of)(const int rows, const int panels, const produc
 #pragma GCC unroll 16
         for (int v = 0; v < panels * PARTS; v++) {
             const int64_t column = at + v * WIDTH, left = p->out_features - column;
-            const int64_t to = (row + r) * p->out_features + column;
+            const int64_t to = (row + r) * p->out_stride + column;
             floats x = sum[r][v], other = {0};
             if (left <= 0) continue;
             if (p->bias) x += LOAD(p->bias + column);

@@ -17,7 +17,6 @@ from engine.compute.kernel import Product, Rows, find_parallel, load_library, su
 
 PANEL: Final = 16  # of the source: outputs whose weights lie together
 PANELS: Final = 4  # of the source: their number is a multiple of it
-THREAD_LEAST: Final = 1 << 16  # numbers below which waking other threads takes longer than the work
 _KEEP, _SWISH, _MULTIPLY, _ADD, _ADD_SWISH = range(5)  # of the source
 
 
@@ -32,7 +31,7 @@ class PanelWeight:
     All take rows (..., in_features) and return (..., out_features), and never change an argument.
     """
 
-    __slots__ = ("_call", "_held", "in_features", "out_features")
+    __slots__ = ("_held", "call", "in_features", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight (out_features, in_features) float32; copied, the caller may free it."""
@@ -41,11 +40,12 @@ class PanelWeight:
         panels = functional.pad(weight.detach(), (0, 0, 0, more)).view(-1, PANEL, self.in_features)
         held = panels.transpose(1, 2).contiguous(), None if bias is None else functional.pad(bias.detach(), (0, more))
         self._held = held
-        self._call = Product(
+        self.call = Product(
             weight=held[0].data_ptr(),
             bias=None if held[1] is None else held[1].data_ptr(),
             in_features=self.in_features,
             out_features=self.out_features,
+            out_stride=self.out_features,
             variant=_variant(),
         )
 
@@ -72,13 +72,13 @@ class PanelWeight:
     def _multiply(self, rows: Tensor, then: int, other: Tensor | None = None) -> Tensor:
         flat = rows if rows.dim() == 2 and rows.stride(1) == 1 else rows.reshape(-1, self.in_features).contiguous()
         out = torch.empty(flat.shape[0], self.out_features)
-        call = self._call
+        call = self.call
         call.rows, call.num_rows, call.row_stride = flat.data_ptr(), flat.shape[0], flat.stride(0)
         call.out, call.then = out.data_ptr(), then
         if other is not None:
             other = other.contiguous()
             call.other = other.data_ptr()
-        _compute("kvasir_multiply", call, self.in_features * self.out_features)
+        _compute("kvasir_multiply", call)
         return out if rows.dim() == 2 else out.view(*rows.shape[:-1], self.out_features)
 
 
@@ -143,14 +143,13 @@ def _call_rows(
     )
     if tables is not None and positions is not None:
         call.cos, call.sin, call.positions = tables[0].data_ptr(), tables[1].data_ptr(), positions.data_ptr()
-    _compute("kvasir_turn", call, rows.numel())
+    _compute("kvasir_turn", call)
 
 
-def _compute(name: str, call: Product | Rows, work: int) -> None:
+def _compute(name: str, call: Product | Rows) -> None:
     library = load_library()
     assert library is not None, "there is nothing to call"
-    call.threads = torch.get_num_threads() if work >= THREAD_LEAST else 1
-    call.parallel = find_parallel() if call.threads > 1 else None
+    call.threads, call.parallel = torch.get_num_threads(), find_parallel()
     getattr(library, name)(ctypes.byref(call))
 
 

@@ -19,12 +19,13 @@ import transformers
 from torch import Tensor, nn
 
 from engine.compute.attention import StepAttention
-from engine.compute.forward import rms_norm, turn
+from engine.compute.forward import is_compiled, rms_norm, turn
+from engine.compute.layers import TILE_ROWS, CompiledLayers
 from engine.compute.linear import can_pack
 from engine.compute.lora import AdaptedWeight, Owners, pairs_of
+from engine.compute.paged import PagedAttention
 from engine.compute.quantized_layers import JoinedWeight, Product, QuantizedLinear, release, weight_of
 
-TILE_ROWS: Final = 512  # rows of activations that are taken through a layer's products together
 _FAMILY: Final = (
     transformers.LlamaForCausalLM,
     transformers.MistralForCausalLM,
@@ -73,6 +74,12 @@ class FusedForward:
         self._head: Product = weight_of(module.lm_head)
         self._layers = [self._take(layer, window) for layer, window in zip(model.layers, windows, strict=True)]
         self._final_norm = _norm_weight(model.norm)
+        self._compiled: CompiledLayers | None = None
+        if is_compiled(self._dtype, module.device):
+            sizes = (self._heads, self._kv_heads, self._head_dim)
+            self._compiled = CompiledLayers(
+                self._layers, self._head, self._final_norm, self._tables, sizes, self._scale, self._epsilon
+            )
 
     def _take(self, layer: Any, window: int | None) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -102,6 +109,10 @@ class FusedForward:
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: StepAttention, rows: Tensor) -> Tensor:
         """(num_tokens,) tokens and positions -> (len(rows), vocab_size) logits."""
+        if self._compiled is not None and attention.adapters is None:
+            plan = attention.plan(self._heads)
+            if isinstance(plan, PagedAttention):
+                return self._call_compiled(self._compiled, tokens, positions, attention, plan, rows)
         # 1. Embed. The hidden states live in tiles of rows: a tile's numbers stay near while it is worked on.
         num_rows = len(tokens)
         parts = -(-num_rows // TILE_ROWS)
@@ -134,18 +145,45 @@ class FusedForward:
             answer = self._attend(index, last, projected, attention)
         else:
             attention.write(index, self._key_value(projected))
-            every, ends = self._query(projected), rows[: len(rows) - attention.num_scored]
-            query = every.index_select(0, ends)
-            answer = attention.asked_rows().attend(index, query, self._scale, last.window).view(len(ends), -1)
-            if attention.num_scored:  # beside the others, whose numbers stay what they are without them
-                attended = attention.attend(index, every, self._scale, last.window).view(num_rows, -1)
-                answer = torch.cat((answer, attended.index_select(0, rows[len(ends) :])))
+            answer = self._answer_asked(projected, attention, rows)
             residual = residual.index_select(0, rows)
         attention.go_on()
         self._owners.take(None if adapters is None else adapters[rows])
         final = self._finish(last, answer, residual)
         attention.go_on()
         return self._head(rms_norm(final, self._final_norm, self._epsilon))
+
+    def _call_compiled(
+        self,
+        compiled: CompiledLayers,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        plan: PagedAttention,
+        rows: Tensor,
+    ) -> Tensor:
+        hidden, end = self._embed(tokens), len(self._layers)
+        state = torch.empty(len(hidden), self._heads + 2 * self._kv_heads, self._head_dim)
+        attended = torch.empty(len(hidden), self._heads * self._head_dim)
+        logits = torch.empty(len(rows), self._head.out_features)
+        if attention.asks_every_row and not attention.num_scored:
+            compiled((0, end), hidden, state, attended, positions, attention, plan, logits)
+        else:
+            compiled((0, end - 1), hidden, state, attended, positions, attention, plan)
+            attended = self._answer_asked(state, attention, rows)
+            compiled((end, end), hidden.index_select(0, rows), state, attended, positions, attention, plan, logits)
+        return logits
+
+    def _answer_asked(self, state: Tensor, attention: StepAttention, rows: Tensor) -> Tensor:
+        """What the last layer attends to for the asked rows alone, (len(rows), num_heads * head_dim)."""
+        index, window = len(self._layers) - 1, self._layers[-1].window
+        every, ends = self._query(state), rows[: len(rows) - attention.num_scored]
+        query = every.index_select(0, ends)
+        answer = attention.asked_rows().attend(index, query, self._scale, window).view(len(ends), -1)
+        if attention.num_scored:  # beside the others, whose numbers stay what they are without them
+            attended = attention.attend(index, every, self._scale, window).view(len(every), -1)
+            answer = torch.cat((answer, attended.index_select(0, rows[len(ends) :])))
+        return answer
 
     def _project(self, layer: _Layer, hidden: Tensor, positions: Tensor, target: Tensor | None) -> Tensor:
         """Queries, keys and values of a tile, (rows, num_heads + 2 * num_kv_heads, head_dim), positions applied.

@@ -1,4 +1,4 @@
-"""Compiles and loads attention.c with forward.c, and products.c; says which instruction sets this processor has.
+"""Compiles and loads attention.c, which includes forward.c and layers.c, and products.c; knows the instruction sets.
 
 The system's C compiler makes the library once for a machine, with every instruction set in it. It is kept in the user's
 cache folder under a name made of the source and the compiler's flags, so a new version of the source is a new file.
@@ -76,6 +76,7 @@ class Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "rows", "other", "out", "parallel")),
         *((name, ctypes.c_int64) for name in ("num_rows", "row_stride", "in_features", "out_features")),
+        ("out_stride", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("then", "variant", "threads", "unused")),
     )
 
@@ -91,6 +92,51 @@ class Rows(ctypes.Structure):
     )
 
 
+class Linear(ctypes.Structure):
+    """linear_t of layers.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "quantized", "beside")),
+        ("outputs", ctypes.c_int64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """layer_t of layers.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input_norm", "qk_norm", "mlp_norm")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate", "up", "down")),
+        ("window", ctypes.c_int64),
+    )
+
+
+class Decoder(ctypes.Structure):
+    """decoder_t of layers.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "head", "final_norm", "cos", "sin", "products")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "hidden", "inner", "heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
+        *((name, ctypes.c_int32) for name in ("variant", "unused")),
+    )
+
+
+UNWANTED: Final = ctypes.CFUNCTYPE(ctypes.c_int)
+
+
+class DecoderStep(ctypes.Structure):
+    """step_t of layers.c."""
+
+    _fields_ = (
+        ("attention", Call),
+        *((name, ctypes.c_void_p) for name in ("hidden", "state", "attended", "tile", "logits", "positions", "slots")),
+        ("unwanted", UNWANTED),
+        ("parallel", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_rows", "layer_bytes", "first", "last", "threads")),
+    )
+
+
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """None where it cannot be compiled. The first call on a machine takes seconds."""
@@ -102,6 +148,7 @@ def load_library() -> ctypes.CDLL | None:
     library.kvasir_attend.argtypes = (ctypes.POINTER(Call),)
     library.kvasir_multiply.argtypes, library.kvasir_multiply.restype = (ctypes.POINTER(Product),), None
     library.kvasir_turn.argtypes, library.kvasir_turn.restype = (ctypes.POINTER(Rows),), None
+    library.kvasir_layers.argtypes = ctypes.POINTER(Decoder), ctypes.POINTER(DecoderStep)
     library.kvasir_supports.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64)
     return library
 
@@ -115,7 +162,7 @@ def load_products() -> ctypes.CDLL | None:
         log.warning("products with quantised weights are computed with torch, which is much slower: %s", error)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.kvasir_products.argtypes = (pointer, pointer, number, pointer, pointer, number, number, pointer)
+    library.kvasir_products.argtypes = (pointer, pointer, number, pointer, number, pointer, number, number, pointer)
     return library
 
 

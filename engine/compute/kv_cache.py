@@ -78,7 +78,9 @@ class KVCache:
         wide = key_value.float()
         most = wide.abs().amax(-1, keepdim=True)
         stored = torch.zeros(*wide.shape[:-1], shape.width, dtype=torch.int8, device=wide.device)
-        stored[..., : shape.head_dim] = (wide * torch.where(most > _LEAST, 127 / most, 0)).round_()
+        stored[..., : shape.head_dim] = (
+            wide * torch.where(most > _LEAST, torch.full_like(most, 127) / most, 0)
+        ).round_()
         stored[..., shape.scale_at :].view(torch.float32).copy_(most / 127)
         return stored
 

@@ -87,13 +87,13 @@ class AdaptedWeight:
 
     def __init__(self, base: Any, pairs: Mapping[int, Pair], owners: Owners) -> None:
         """pairs  by the number of the adapter; copied"""
-        self._base, self._owners = base, owners
+        self.base, self._owners = base, owners
         self._pairs = {number: (_product(down), _product(up)) for number, (down, up) in pairs.items()}
         self.in_features, self.out_features = (next(iter(pairs.values()))[side].shape[1 - side] for side in (0, 1))
 
     def __call__(self, rows: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)"""
-        out: Tensor = self._base(rows)
+        out: Tensor = self.base(rows)
         if groups := self._groups():
             flat, source = out.view(-1, self.out_features), rows.reshape(-1, self.in_features)
             for index, _, (down, up) in groups:
@@ -103,24 +103,24 @@ class AdaptedWeight:
     def swish(self, rows: Tensor) -> Tensor:
         groups = self._groups()
         if sum(count for _, count, _ in groups) < len(rows):
-            out: Tensor = self._base.swish(rows)
+            out: Tensor = self.base.swish(rows)
         else:
             out = rows.new_empty(len(rows), self.out_features)
         for index, _, (down, up) in groups:
             some = rows[index]
-            out[index] = up.add_swish(down(some.float()), self._base(some).float()).to(out.dtype)
+            out[index] = up.add_swish(down(some.float()), self.base(some).float()).to(out.dtype)
         return out
 
     def multiply(self, rows: Tensor, factor: Tensor) -> Tensor:
         if self._groups():
             return self(rows).mul_(factor)
-        out: Tensor = self._base.multiply(rows, factor)
+        out: Tensor = self.base.multiply(rows, factor)
         return out
 
     def add(self, rows: Tensor, summand: Tensor) -> Tensor:
         if self._groups():
             return self(rows).add_(summand)
-        out: Tensor = self._base.add(rows, summand)
+        out: Tensor = self.base.add(rows, summand)
         return out
 
     def _groups(self) -> list[tuple[slice | Tensor, int, tuple[Any, Any]]]:

@@ -114,7 +114,7 @@ class PagedAttention:
             results_at,
             results,
         ]
-        self._call = Call(
+        self.call = Call(
             row_index=self._held[0].ctypes.data,
             positions=positions.ctypes.data,
             tables=self._held[2].ctypes.data,
@@ -138,7 +138,7 @@ class PagedAttention:
         self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None, out: Tensor
     ) -> None:
         """Fills the step's rows of `out`. query and out: (rows, num_heads, head_dim), the last two contiguous."""
-        library, call = load_library(), self._call
+        library, call = load_library(), self.call
         assert library is not None, "there is nothing to call"
         asked, answer = query, out
         if query.dtype != torch.float32:

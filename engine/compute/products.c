@@ -48,6 +48,7 @@ typedef struct {
     const weight_t *weight;
     const float *rows, *other; /* (num_rows, inputs), (num_rows, outputs) */
     float *out;
+    int64_t stride; /* between rows of out, and of other */
     int8_t *x;     /* (num_rows, runs * run) */
     float *scale;  /* (num_rows, runs) */
     float *moved;  /* (num_rows, runs) sums of x, times the scale: what minima are multiplied with */
@@ -191,11 +192,12 @@ static void work(void *given) {
 
 INLINE int64_t up(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-/* Fills out, (num_rows, outputs): finish is one of the enum, what MULTIPLY and ADD take is `other`. parallel is
- * GOMP_parallel, or null. Returns 0, or 1 without memory. */
-int kvasir_products(const weight_t *weight, const float *rows, int64_t num_rows, float *out, const float *other,
-                    int64_t finish, int64_t threads, void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
-    product_t p = {.weight = weight, .rows = rows, .num_rows = num_rows, .out = out, .other = other, .finish = finish};
+/* Fills out, (num_rows, outputs), rows `stride` apart: finish is one of the enum, what MULTIPLY and ADD take is `other`,
+ * laid out as out, which it may be. parallel is GOMP_parallel, or null. Returns 0, or 1 without memory. */
+int kvasir_products(const weight_t *weight, const float *rows, int64_t num_rows, float *out, int64_t stride,
+                    const float *other, int64_t finish, int64_t threads,
+                    void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
+    product_t p = {.weight = weight, .rows = rows, .num_rows = num_rows, .out = out, .stride = stride, .other = other, .finish = finish};
     if (!num_rows) return 0;
     p.runs = up(weight->inputs, weight->run);
     const int64_t padded = p.runs * weight->run, all = num_rows * p.runs, blocks = up(weight->outputs, BLOCK), bytes = blocks * padded * 2 * weight->bits;
@@ -294,7 +296,7 @@ TARGET INLINE floats N(swish)(floats x) {
 TARGET static void N(put)(const product_t *p, int64_t row, int64_t block, float *sums) {
     const weight_t *w = p->weight;
     const int64_t first = block * BLOCK, count = w->outputs - first < BLOCK ? w->outputs - first : BLOCK;
-    const int64_t at = row * w->outputs + first;
+    const int64_t at = row * p->stride + first;
     float bias[BLOCK] = {0}, other[BLOCK] = {0};
     if (w->bias) memcpy(bias, w->bias + first, 4 * (size_t)count);
     if (p->finish >= MULTIPLY) memcpy(other, p->other + at, 4 * (size_t)count);

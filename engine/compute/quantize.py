@@ -153,19 +153,20 @@ class QuantizedWeight:
     Has them in the order of products.c, or as they are where that cannot be compiled.
     """
 
-    __slots__ = ("_bias", "_blocks", "_held", "_library", "_weight", "in_features", "out_features")
+    __slots__ = ("_bias", "_held", "_library", "_weight", "blocks", "in_features", "out_features")
 
     def __init__(self, weight: Quantized, bias: Tensor | None, variant: int | None = None) -> None:
         """Copied, the caller may free them. variant: of products.c, for tests."""
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach().float().clone()
         self._library = load_products()
+        self.blocks: QuantizedBlocks | None = None
         if self._library is None:
             self._weight = weight
             return
         self._held = values, scales, minima = _pack(weight)
         run = weight.run
-        self._blocks = QuantizedBlocks(
+        self.blocks = QuantizedBlocks(
             values=values.data_ptr(),
             scales=scales.data_ptr(),
             minima=None if minima is None else minima.data_ptr(),
@@ -198,16 +199,17 @@ class QuantizedWeight:
         shape, dtype = (*rows.shape[:-1], self.out_features), rows.dtype
         if dtype != torch.float32:
             rows, other = rows.float(), None if other is None else other.float()
-        if self._library is None:
+        if self._library is None or self.blocks is None:
             return self._slowly(rows.reshape(-1, self.in_features), finish, other).view(shape).to(dtype)
         rows, out = rows.contiguous(), torch.empty(shape)
         if other is not None:
             other = other.contiguous()
         failed = self._library.kvasir_products(
-            ctypes.addressof(self._blocks),
+            ctypes.addressof(self.blocks),
             rows.data_ptr(),
             rows.numel() // self.in_features,
             out.data_ptr(),
+            self.out_features,
             None if other is None else other.data_ptr(),
             finish,
             torch.get_num_threads(),

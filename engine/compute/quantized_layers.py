@@ -92,12 +92,12 @@ class JoinedWeight:
     """Weights of one input whose outputs stand side by side, where they are not quantised alike."""
 
     def __init__(self, parts: Sequence[Product]) -> None:
-        self._parts = parts
+        self.parts = parts
         self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)"""
-        return torch.cat([part(rows) for part in self._parts], -1)
+        return torch.cat([part(rows) for part in self.parts], -1)
 
 
 def weight_of(*linears: Any) -> Any:

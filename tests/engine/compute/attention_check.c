@@ -53,7 +53,8 @@ static void textbook(const call_t *c, const int32_t *table, int rows, float *out
 /* Products, each row among others and alone, against the textbook: 0 where all are right. */
 static int check_product(int variant) {
     static float weight[64 * 64 * 2], rows[30 * 64], out[30 * 100], alone[100], bias[128];
-    product_t p = {weight, bias, rows, 0, out, 0, 30, 64, 1 + below(64), 1 + below(100), KEEP, variant, 1, 0};
+    product_t p = {weight, bias, rows, 0, out, 0, 30, 64, 1 + below(64), 1 + below(100), 0, KEEP, variant, 1, 0};
+    p.out_stride = p.out_features;
     for (int i = 0; i < 64 * 64 * 2; i++) weight[i] = number();
     for (int i = 0; i < 30 * 64; i++) rows[i] = number();
     for (int i = 0; i < 128; i++) bias[i] = number();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch.nn import functional
@@ -9,7 +11,22 @@ from torch.nn import functional
 from engine.compute import forward
 from engine.compute.forward import is_compiled, rms_norm, turn
 from engine.compute.fused import fuse
-from tests.fakes.tiny_models import CONTEXT, KINDS, Driver, make_family, make_module, make_runner, random_ids
+from engine.compute.quantize import quantize
+from engine.compute.quantized_layers import QuantizedLinear, quantize_layers
+from engine.compute.runner import ModelRunner
+from engine.config import EngineSettings
+from engine.protocol import Sampling
+from engine.sequence import Work
+from tests.fakes.tiny_models import (
+    CONTEXT,
+    KINDS,
+    Driver,
+    make_family,
+    make_loaded,
+    make_module,
+    make_runner,
+    random_ids,
+)
 
 FUSED = [kind for kind, (family, _) in KINDS.items() if family in ("Llama", "Mistral", "Qwen2", "Qwen3")]
 
@@ -25,6 +42,43 @@ def test_logits_are_those_of_transformers_layers(kind: str) -> None:
     torch.testing.assert_close(
         quick.runner.cache.data[..., :600, :, :, :], slow.runner.cache.data[..., :600, :, :, :], atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("kind", ["llama with biases and scaled rope", "qwen2 with windows", "qwen3"])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+def test_one_call_for_all_layers_computes_the_bits_of_one_call_for_each_part(
+    kind: str, bits: Literal[8, 4] | None, kv_dtype: torch.dtype | None
+) -> None:
+    whole, parts = (Driver(make_runner(kind, bits=bits, kv_dtype=kv_dtype)) for _ in range(2))
+    if whole.runner.model.forward._compiled is None:
+        pytest.skip("no C compiler")
+    parts.runner.model.forward._compiled = None
+    scored = Sampling(max_tokens=9, temperature=0.0, prompt_logprobs=1)
+    seen = []
+    for driver in (whole, parts):
+        one = driver.sequence(random_ids(600, 1), 3, sampling=scored)
+        driver.prefill(one, cuts=[570])
+        two = driver.sequence(random_ids(90, 2), 3)
+        driver.run(Work(two, 0, 90, samples=True), Work(one, one.num_tokens - 1, 1, samples=True))
+        driver.decode([one, two], 2)
+        seen.append((one.prompt_logprobs, driver.logits.clone(), driver.runner.cache.data))
+    assert seen[0][0] == seen[1][0]
+    assert all(torch.equal(got, want) for got, want in zip(seen[0][1:], seen[1][1:], strict=True))
+
+
+def test_weights_of_several_kinds_side_by_side_are_one_call_too() -> None:
+    module, plain = make_module("llama"), make_module("llama")
+    quantize_layers(module, 4, torch.float32)
+    for layer, other in zip(module.model.layers, plain.model.layers, strict=True):
+        layer.self_attn.k_proj = other.self_attn.k_proj
+        layer.self_attn.v_proj = QuantizedLinear(quantize(other.self_attn.v_proj.weight, 8), None, torch.float32)
+    model = make_loaded(module)
+    driver = Driver(ModelRunner(model, EngineSettings(kv_cache_bytes=8 << 20, threads=1)))
+    compiled, model.forward._compiled = model.forward._compiled, None
+    want = driver.prefill(driver.sequence(random_ids(600, 1)))
+    model.forward._compiled = compiled
+    assert torch.equal(driver.prefill(driver.sequence(random_ids(600, 1))), want)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt neox", "phi3", "mixtral", "gemma3"])

@@ -74,7 +74,7 @@ def test_the_quickest_variant_that_the_processor_has_is_taken() -> None:
     cache = KVCache(CacheShape(1, 1, 64, torch.float32), 4, 16, CPU)
     plan = PagedAttention(cache, [Span(0, 1, 3, [1])], 1)
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    assert VARIANTS[plan._call.variant] == (
+    assert VARIANTS[plan.call.variant] == (
         "avx512" if " avx512f" in flags and " avx512vl" in flags else "avx2" if " avx2" in flags else
         "neon" if " asimd" in flags else "plain"
     )  # fmt: skip
