@@ -124,11 +124,13 @@ def generated(count: int) -> list[Any]:
     return list(found.values())[:count]
 
 
-def check_all(desk: Desk, wanted: list[Any], seeds: int, least: float) -> None:
-    """Every output that ends parses and validates; so many of them do end."""
-    runs = [(schema, seed) for seed in range(seeds) for schema in wanted]
+@pytest.mark.slow
+def test_every_output_under_two_hundred_schemas_and_any_seed_parses_and_validates(desk: Desk) -> None:
+    """Each schema at two of four temperatures; most outputs end, and those do validate."""
+    wanted = [*HARD.values(), *generated(200 - len(HARD))]
+    runs = [(schema, seed) for seed in range(2) for schema in wanted]
     for seq, (schema, seed) in enumerate(runs):
-        temperature = (0.0, 0.7, 1.0, 1.6)[seed % 4]
+        temperature = (0.0, 0.7, 1.0, 1.6)[(seq + seed) % 4]
         sampling = {"seed": 1000 * seed + seq, "temperature": temperature, "max_tokens": 1000}
         desk.submit(seq, Grammar("json_schema", json.dumps(schema)), **sampling)
     ended = 0
@@ -138,17 +140,7 @@ def check_all(desk: Desk, wanted: list[Any], seeds: int, least: float) -> None:
         if end.finish == "stop":
             validate(desk.text_of(seq), schema)
             ended += 1
-    assert ended >= least * len(runs)
-
-
-@pytest.mark.slow
-def test_every_output_under_a_schema_parses_and_validates(desk: Desk) -> None:
-    check_all(desk, [*HARD.values(), *generated(20)], seeds=1, least=0.8)
-
-
-@pytest.mark.slow
-def test_every_output_under_two_hundred_schemas_and_any_seed_parses_and_validates(desk: Desk) -> None:
-    check_all(desk, [*HARD.values(), *generated(200 - len(HARD))], seeds=4, least=0.9)
+    assert ended >= 0.9 * len(runs)
 
 
 @pytest.mark.parametrize("name", ["not", "look-ahead", "a definition that is only itself", "nothing"])
