@@ -1,5 +1,5 @@
-"""Fixtures for every room: a real Redis. Settings of Hypothesis: how long an example takes proves nothing here, and the
-examples are the same in every run; `--hypothesis-profile wander` looks for new ones."""
+"""Fixtures for all tests: a real Redis. Which slow tests run alone. Settings of Hypothesis: how long an example takes
+proves nothing here, and the examples are the same in every run; `--hypothesis-profile wander` looks for new ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from hypothesis import HealthCheck, settings
 from tests.fakes.redis_process import RedisProcess
 
 TESTS = Path(__file__).parent
+ALONE = ("vllm", "tests/chaos/", "test_tenant_timing.py", "test_tenants.py", "test_dashboard.py")
+"""Parts of the ids of slow tests that compare times, or start servers that need all cores."""
 
 settings.register_profile("wander", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("kvasir", settings.get_profile("wander"), derandomize=True)
 settings.load_profile("kvasir")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and any(part in item.nodeid for part in ALONE):
+        item.add_marker("alone")
 
 
 @pytest.hookimpl(trylast=True)
