@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+GRAMMAR_CHECK_S = 0.002
+"""While nothing can run before a process of a grammar says something, the loop looks again after so many seconds."""
+
 BLOCKED_CHECK_S = 1.0
 """While every sequence waits for a copy between tiers, and none is done, the loop looks again after so many seconds."""
 
@@ -97,7 +100,7 @@ class EngineLoop:
         """Starts the thread, that of the disk, and what compiles grammars. Once."""
         self._tiers.start(lambda name: CopyThread(name, self._intake.post), self._clock())
         if self._scheduler.grammars is not None:
-            self._scheduler.grammars.start(self._intake.post)
+            self._scheduler.grammars.start()
         self._thread.start()
 
     def submit(self, owner: str, message: Submit) -> None:
@@ -199,13 +202,19 @@ class EngineLoop:
             return not self._intake.stopping
         if self._scheduler.has_work:
             if self._blocked:
-                self._sleep(BLOCKED_CHECK_S)
+                self._sleep(GRAMMAR_CHECK_S if self._waits_for_grammars else BLOCKED_CHECK_S)
+        elif self._waits_for_grammars:
+            self._sleep(GRAMMAR_CHECK_S)
         elif not self._sleep(self._idle_check_s):
             if self._tiers.idle and not self._scheduler.num_held:
                 self._obey(self._check_invariants, "the check of an idle engine")
             while not self._sleep(self._until_leases_change()):
                 self._obey(self._tend_leases, "the end of a lease")
         return not self._intake.stopping
+
+    @property
+    def _waits_for_grammars(self) -> bool:
+        return self._scheduler.grammars is not None and self._scheduler.grammars.waits
 
     def _tend_leases(self) -> None:
         self._scheduler.leases.expire(self._clock())
@@ -226,6 +235,8 @@ class EngineLoop:
         # 1. Commands, in the order in which they came.
         for command in self._intake.take_commands():
             self._obey(command)
+        if self._scheduler.grammars is not None:
+            self._obey(self._scheduler.grammars.pump, "the processes of grammars")
         # 2. What to compute, 3. compute it, 4. what it means for each sequence.
         began_s = self._clock()
         step = self._scheduler.schedule(began_s)

@@ -5,7 +5,8 @@
 
 A worker that crashes, is too slow or takes too much memory ends alone; sequences that followed its grammar have it
 compiled again. What a tenant's grammars are is no other tenant's business: the salt of a sequence is part of the key.
-Used by the loop's thread alone; no call waits. engine/intake.py opens, engine/sampling/grammar_worker.py asks masks.
+Used by the loop's thread alone; no call waits, and `pump` hears of what the processes did. engine/scheduler.py opens,
+engine/sampling/grammar_worker.py asks masks.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ import os
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
 from itertools import count
+from multiprocessing.connection import wait
 from typing import Final
 
 from engine.protocol import Grammar, Lane
-from engine.sampling.fork_server import ForkServer, SocketWatcher
+from engine.sampling.fork_server import ForkServer
 from engine.sampling.grammar_frames import Options, memory_reason
 from engine.sampling.grammar_jobs import GrammarJobs, Job, Key
 from engine.sampling.grammar_worker import GrammarWorker, Matcher, Refusal
@@ -75,10 +75,9 @@ class GrammarPool:
         self._max_kept = max_kept
         at_once = at_once or min(4, max(2, (os.cpu_count() or 1) // 2))
         self._jobs = GrammarJobs(max_waiting=max_waiting, at_once=at_once)
-        self._post: Callable[[Callable[[], object]], object] | None = None
-        self._watcher: SocketWatcher | None = None
         self._server: ForkServer | None = None
-        self._ready = False
+        self._server_late_s = 0.0
+        self._started = self._ready = False
         self._unusable: Refusal | None = None
         self._numbers = count(1)
         self._workers: OrderedDict[Key, GrammarWorker] = OrderedDict()  # compiled; the last used at the end
@@ -86,21 +85,45 @@ class GrammarPool:
 
     # -- for the engine's loop ----------------------------------------------------------------------------------------
 
-    def start(self, post: Callable[[Callable[[], object]], None]) -> None:
-        """Begins to load the tokeniser. `post` brings a call to the loop's thread. Once."""
-        self._post = post
-        self._watcher = SocketWatcher(post)
+    def start(self) -> None:
+        """Begins to load the tokeniser. Once."""
+        self._started = True
         self._start_server()
 
     def close(self) -> None:
         """Ends all processes."""
-        if self._watcher is not None:
-            self._watcher.stop()
-            for worker in self._by_number.values():
-                worker.connection.close()
-            if self._server is not None:
-                self._server.close()
-        self._watcher = self._server = None
+        self._started = False
+        for worker in self._by_number.values():
+            worker.connection.close()
+        if self._server is not None:
+            self._server.close()
+        self._server = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a process is to say something, so that `pump` is to be called soon."""
+        starts = self._server is not None and not self._ready
+        return starts or len(self._jobs) > 0 or any(worker.waited_for for worker in self._by_number.values())
+
+    def pump(self) -> None:
+        """Hears what the processes have said, and ends what hangs."""
+        if self._server is not None:
+            self._server.pump()
+        for number in [worker.number for worker in self._find_ready(0)]:
+            if (worker := self._by_number.get(number)) is not None:
+                self._look(worker)
+        self._bound_memory()
+        self._end_hanging()
+        self._compile_next()
+
+    def _find_ready(self, timeout_s: float) -> list[GrammarWorker]:
+        """Workers of which something is to be read, as soon as there are any or the fork server says something."""
+        waiting = [worker for worker in self._by_number.values() if worker.waited_for and not worker.ended]
+        sockets = [worker.connection for worker in waiting]
+        if not sockets and not timeout_s:
+            return []
+        ready = wait([*sockets, *([] if self._server is None else [self._server.socket])], timeout_s)
+        return [worker for worker in waiting if worker.connection in ready]
 
     @property
     def num_waiting(self) -> int:
@@ -148,9 +171,9 @@ class GrammarPool:
 
     def _compile_next(self) -> None:
         """Begins to compile what may be compiled now."""
-        if self._watcher is None:
+        if not self._started:
             return
-        if not self._ready and self._server is None and len(self._jobs):
+        if self._server is None and len(self._jobs):
             self._start_server()
         while self._ready and (job := self._jobs.choose(self._make_place)) is not None:
             self._begin(job)
@@ -184,13 +207,9 @@ class GrammarPool:
             self._answer(job, Refusal(None, "the engine could not start a process for the grammar"))
             return
         salt, grammar = job.key
-        worker = GrammarWorker(number, grammar, job.tenant, salt, sock)
+        worker = GrammarWorker(number, grammar, job.tenant, salt, sock, time.monotonic() + LATE_S)
         self._jobs.begin(job, worker)
-        worker.watch = partial(self._watch, worker)
         self._by_number[number] = worker
-        worker.watch()
-        if self._watcher is not None:
-            self._watcher.call_at(time.monotonic() + LATE_S, partial(self._end_hanging, server, worker))
 
     def _try_again(self, job: Job) -> None:
         if job.tries + 1 < MAX_TRIES:
@@ -200,36 +219,21 @@ class GrammarPool:
 
     # -- what workers say ---------------------------------------------------------------------------------------------
 
-    def _watch(self, worker: GrammarWorker) -> None:
-        if self._watcher is not None and not worker.watched and not worker.ended:
-            worker.watched = True
-            self._watcher.watch(worker.connection, partial(self._look, worker))
-
     def _look(self, worker: GrammarWorker) -> None:
         """There is something to read."""
-        worker.watched = False
-        if self._by_number.get(worker.number) is not worker:
-            return
         worker.pump()
-        if (job := self._find_job(worker)) is not None:
-            self._look_at_compiling(job, worker)
-        self._bound_memory()
-        self._compile_next()
-        if worker.waited_for:
-            self._watch(worker)
+        job = self._find_job(worker)
+        if job is not None and worker.refusal is not None:
+            self._end_worker(worker)
+            self._answer(job, worker.refusal)
+        elif job is not None and worker.start_bits is not None:
+            self._workers[worker.key] = worker
+            self._answer(job, None)
 
     def _find_job(self, worker: GrammarWorker) -> Job | None:
         """What it is compiling."""
         job = self._jobs.find(worker.key)
         return job if job is not None and job.worker is worker else None
-
-    def _look_at_compiling(self, job: Job, worker: GrammarWorker) -> None:
-        if worker.refusal is not None:
-            self._end_worker(worker)
-            self._answer(job, worker.refusal)
-        elif worker.start_bits is not None:
-            self._workers[worker.key] = worker
-            self._answer(job, None)
 
     def _answer(self, job: Job, refusal: Refusal | None) -> None:
         """The grammar is compiled, or is not going to be."""
@@ -253,8 +257,7 @@ class GrammarPool:
         self._by_number.pop(worker.number, None)
         if self._workers.get(worker.key) is worker:
             del self._workers[worker.key]
-        if self._watcher is not None:
-            self._watcher.close_socket(worker.connection)
+        worker.connection.close()
 
     def _exited(self, number: int, ended: int) -> None:
         """A process has ended by itself, or we ended it and know of it."""
@@ -293,18 +296,17 @@ class GrammarPool:
     # -- the fork server ----------------------------------------------------------------------------------------------
 
     def _start_server(self) -> None:
-        assert self._watcher is not None, "the pool is started"
-        assert self._post is not None, "the pool is started"
-        self._ready = False
-        self._server = ForkServer(self._watcher, on_ready=self._loaded, on_exited=self._exited, on_lost=self._lost)
+        self._ready, self._server_late_s = False, time.monotonic() + LATE_S
+        self._server = ForkServer(on_ready=self._loaded, on_exited=self._exited, on_lost=self._lost)
         self._server.start(self._tokenizer_json, self._options)
-        self._watcher.call_at(time.monotonic() + LATE_S, partial(self._end_hanging, self._server, None))
 
-    def _end_hanging(self, server: ForkServer, worker: GrammarWorker | None) -> None:
-        """Ends a fork server that has not forked the worker by now, or not begun."""
-        if server is self._server and (not self._ready if worker is None else self._find_job(worker) is not None):
+    def _end_hanging(self) -> None:
+        """Ends a fork server that has not forked a worker in time, or not begun."""
+        late = [worker.late_s for worker in self._by_number.values() if worker.compiles]
+        late += [] if self._ready else [self._server_late_s]
+        if self._server is not None and late and time.monotonic() >= min(late):
             log.error("the process that forks those of grammars has said nothing for %g s", LATE_S)
-            server.lose()
+            self._server.lose()
 
     def _loaded(self, reason: str | None) -> None:
         if reason is None:

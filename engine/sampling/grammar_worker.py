@@ -50,12 +50,14 @@ class Refusal:
 class GrammarWorker:
     """
     number  of the process, for the fork server
-    watch   has `pump` called, and whoever waits told, when there is something to read
+    late_s  monotonic second at which its grammar should be compiled
     slow    whether no step waits for its masks: its sequences are in a step when their masks are here
     """
 
-    def __init__(self, number: int, grammar: Grammar, tenant: str, salt: str, connection: Connection) -> None:
-        self.number = number
+    def __init__(
+        self, number: int, grammar: Grammar, tenant: str, salt: str, connection: Connection, late_s: float
+    ) -> None:
+        self.number, self.late_s = number, late_s
         self.key = (salt, grammar)
         self.tenant = tenant
         self.connection = connection
@@ -65,17 +67,19 @@ class GrammarWorker:
         self.refusal: Refusal | None = None
         self.grown_bytes = 0
         self.matchers: dict[int, Matcher] = {}
-        self.watch: Callable[[], object] = lambda: None
-        self.watched = False
         self._unsent = bytearray()  # rows, for when those that were sent are answered
         self._num_unsent = self._num_unanswered = 0
         self._quick_rows, self._penalty = 0, LEAST_PENALTY // 2
 
     @property
+    def compiles(self) -> bool:
+        """Whether its grammar is not compiled yet, nor refused."""
+        return self.start_bits is None and self.refusal is None
+
+    @property
     def waited_for(self) -> bool:
         """Whether an answer is to come."""
-        compiling = self.start_bits is None and self.refusal is None
-        return compiling or self._num_unanswered > 0
+        return self.compiles or self._num_unanswered > 0
 
     def ask(self, row: bytes) -> None:
         """Adds a row to what is sent next. See `flush`."""
@@ -109,7 +113,6 @@ class GrammarWorker:
         if not self.slow:
             self.slow, self._quick_rows = True, 0
             self._penalty = min(2 * self._penalty, MOST_PENALTY)
-        self.watch()
 
     def drop(self, matcher: Matcher) -> None:
         """A sequence has ended."""
@@ -213,7 +216,6 @@ class Matcher:
             return True
         worker.ask(self.ask(tokens, num_prompt))
         worker.flush()
-        worker.watch()
         return False
 
     def ask(self, tokens: array[int], num_prompt: int) -> bytes:

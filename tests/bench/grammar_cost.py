@@ -106,7 +106,7 @@ def compare(
             seconds = row.decode()
             if late == bound.late:
                 times[index].append(seconds)
-        grammars.run_posted()
+        grammars.pool.pump()
         for sequence in bound.sequences:
             if sequence.matcher is None:
                 sequence.matcher = grammars.compile(grammar)

@@ -268,7 +268,7 @@ def test_a_fork_server_that_died_between_two_grammars_is_replaced_for_the_second
     with GrammarDesk() as desk:
         first = desk.compile(regex("a+"))
         kill_server(desk)
-        second = desk.begin(regex("b+"))  # nothing that was posted has run
+        second = desk.begin(regex("b+"))  # nothing was heard of it
         assert not second.answered
         desk.run_until(lambda: second.answered)
         assert second.refusal is None
@@ -298,7 +298,7 @@ Grammars.compile = held
         asked = desk.begin(regex("held"))
         for path in begun[:times]:
             desk.run_until(lambda: desk.pool._ready)
-            wait_for(lambda path=path: (desk.run_posted(), path.exists())[1])
+            wait_for(lambda path=path: (desk.pool.pump(), path.exists())[1])
             assert not asked.answered
             kill_server(desk)
             desk.run_until(lambda: not desk.pool._ready)
