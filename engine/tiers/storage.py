@@ -17,6 +17,7 @@ from engine.compute.kv_cache import KVCache
 from engine.compute.numerics import find_numerics
 from engine.config import ConfigError, EngineSettings
 from engine.pool.blocks import BlockPool
+from engine.pool.eviction import LeastRecentlyUsed
 from engine.protocol import Namespace
 from engine.tiers.copying import BlockKey, Payload
 from engine.tiers.disk_store import DiskStore
@@ -47,8 +48,8 @@ def build_tiers(settings: EngineSettings, namespace: Namespace, pool: BlockPool,
             f"engine.disk_bytes: {budget_bytes} bytes hold less than one block of {files.file_bytes} bytes"
         )
     slots = budget_bytes // files.file_bytes
-    scan, lasting = partial(files.scan, slots, budget_bytes, max_age_s), Lasting(files, max_age_s)
-    below = BlockPool(slots, pool.block_size)
+    scan, order = partial(files.scan, slots, budget_bytes, max_age_s), LeastRecentlyUsed(slots)
+    below, lasting = BlockPool(slots, pool.block_size, order), Lasting(files, order, max_age_s)
     disk = Tier("disk", below, files, files.file_bytes, scan, files.lease_file(), files.close, lasting)
     part_blocks = min(PART_BLOCKS, max(1, PART_BYTES // store.block_bytes))
     return Tiers(device, disk, queue_bytes=settings.copy_queue_bytes, part_blocks=part_blocks)

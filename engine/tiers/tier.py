@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from engine.leases.file import LeaseFile
 from engine.pool.blocks import BlockPool
+from engine.pool.eviction import LeastRecentlyUsed
 from engine.protocol import TOKEN_BYTES, BlockEvents, Taker, split_digests
 from engine.protocol import Tier as TierName
 from engine.tiers.copying import BlockKey, CopyThread, Store
@@ -77,10 +78,12 @@ class Lasting:
     """What a tier has besides whose blocks outlive the engine.
 
     folder     its store
+    order      the order of eviction of its pool
     max_age_s  after which an unused block goes
     """
 
     folder: DiskStore
+    order: LeastRecentlyUsed
     max_age_s: float
 
 

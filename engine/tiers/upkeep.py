@@ -148,7 +148,7 @@ class Upkeep:
         """When `pump` has something to do; None before the tier is ready."""
         if not self._tier.ready or (self._look_s is None and not self._looking):
             return None
-        oldest_s = self._tier.pool.policy.oldest_s()
+        oldest_s = self._lasting.order.oldest_s()
         end_s = None if oldest_s is None else oldest_s + self._lasting.max_age_s
         return min((at_s for at_s in (end_s, self._look_s) if at_s is not None), default=None)
 
@@ -180,7 +180,7 @@ class Upkeep:
         self.pump()
 
     def _end_unused(self) -> None:
-        count, order = 0, self._tier.pool.policy
+        count, order = 0, self._lasting.order
         while count < AGED_AT_ONCE:
             used_s = order.oldest_s()
             if used_s is None or used_s + self._lasting.max_age_s > self._account.now:  # just as `next_s` adds them

@@ -309,7 +309,7 @@ def start(
     began = folder.wall
     leases = files.lease_file(clock=lambda: bench.now, wall=lambda: began + bench.now)
     order = policy(disk)
-    lasting = Lasting(files, max_age_s) if type(order) is LeastRecentlyUsed else None
+    lasting = Lasting(files, order, max_age_s) if type(order) is LeastRecentlyUsed else None
     below = Tier("disk", BlockPool(disk, SIZE, order), store, files.file_bytes, scan, leases, lasting=lasting)
     tiers = Tiers(device, below, queue_bytes=queue_bytes, part_blocks=part_blocks)
     scheduler = Scheduler(
