@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
 
@@ -219,6 +220,9 @@ def _compiled(folder: Path, source: Path | None = None) -> Path:
     if compiler is None:
         raise OSError(f"there is no C compiler ({', '.join(COMPILERS)})")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for left in folder.glob("tmp*.so"):  # of compilations that were killed; others may compile now
+        if time.time() - left.stat().st_mtime > 10 * COMPILE_S:
+            left.unlink(missing_ok=True)
     descriptor, made = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(descriptor)
     try:

@@ -319,9 +319,12 @@ def _context(settings: EngineSettings, config: Any) -> tuple[int, list[str]]:
 
 def _choose_bits(settings: EngineSettings, folder: Path, config: Any, dtype: torch.dtype) -> Literal[8, 4] | None:
     """Of each weight; None leaves it as it is. `auto`: the most that fit beside a step and some cache."""
-    if settings.quantize != "auto":
-        return _BITS.get(settings.quantize)
     plain, free = _needed(folder, config, dtype), free_bytes(torch.device("cpu"), settings.memory_bytes)
+    if settings.quantize != "auto":
+        if chosen := _BITS.get(settings.quantize):
+            sizes = _needed(folder, config, dtype, chosen) / 1e9, plain / 1e9, _plain(dtype)
+            log.info("weights in int%d: %.1f GB, in place of %.1f GB in %s (engine.quantize)", chosen, *sizes)
+        return chosen
     least = STEP_BYTES + min(plain, _CACHE_ROOM)
     if plain + least <= free:
         return None

@@ -193,6 +193,8 @@ class PagedAttention:
             kept[i] = -(-span.end // TILE)
 
         # 3. Where they are.
+        if not keeping.items:
+            return keeping, kept, results_at, 0
         for span, tiles in zip(spans, kept, strict=True):
             results_at[span.row : span.row + span.count] = tiles
         ends = np.cumsum(results_at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -162,6 +163,19 @@ def test_the_library_is_compiled_once_and_only_when_the_source_is_new(
     source.write_text("int kvasir_attend(void) { return 1; }")
     with pytest.raises(OSError, match="no C compiler"):
         kernel._compiled(folder)
+
+
+@needs_library
+def test_what_a_killed_compilation_left_is_removed_and_one_that_runs_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source, old, new = tmp_path / "small.c", tmp_path / "tmpold.so", tmp_path / "tmpnew.so"
+    source.write_text("int kvasir_attend(void) { return 0; }")
+    old.touch(), new.touch()
+    os.utime(old, (0, 0))
+    monkeypatch.setattr(kernel, "SOURCE", source)
+    kernel._compiled(tmp_path)
+    assert (old.exists(), new.exists()) == (False, True)
 
 
 @needs_library

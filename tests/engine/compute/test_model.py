@@ -110,7 +110,12 @@ def test_auto_takes_the_most_bits_that_fit(
         "weights in int8: in float32 they take 0.0 GB, and with a step and a cache 0.0 GB are free (engine.quantize)",
         "weights in int4: in float32 they take 0.0 GB, and with a step and a cache 0.0 GB are free (engine.quantize)",
     ]
+    caplog.clear()
     assert load(saved, quantize="none").quantization == ""
+    assert load(saved, quantize="int4").quantization == "int4"
+    assert [line for line in caplog.messages if "engine.quantize" in line] == [
+        "weights in int4: 0.0 GB, in place of 0.0 GB in float32 (engine.quantize)"
+    ]
 
 
 def test_the_fingerprint_does_not_depend_on_where_the_folder_is(saved: Path, tmp_path: Path) -> None:
