@@ -89,7 +89,7 @@ def test_every_instruction_set_multiplies_a_row_alone_as_among_others(shape: tup
     packed, x = PanelWeight(weight, bias), torch.randn(40, shape[1])
     want = functional.silu(functional.linear(x, weight, bias))
     for variant in supported(torch.float32, 1):
-        packed._call.variant = variant
+        packed.call.variant = variant
         whole = packed.swish(x)
         torch.testing.assert_close(whole, want, atol=1e-5, rtol=1e-5, msg=VARIANTS[variant])
         for rows in range(1, 10):
