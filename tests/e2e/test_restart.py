@@ -71,5 +71,5 @@ def test_the_second_days_first_request_is_warm_and_says_the_same(tmp_path: Path)
         assert disk(third_day)["torn"] == 1, "the first one that a request came upon"
         (engine,) = third_day.children("engine")
         os.kill(engine, signal.SIGKILL)
-        third_day.wait_for_line("engine engine-0 joined", after=len(third_day.lines))
+        third_day.wait_for_line("engine engine-0 joined", 120.0, after=len(third_day.lines))
         assert tokens(ask(third_day))[1] >= tokens(cold)[0] - 32, "an engine that was killed finds its blocks too"

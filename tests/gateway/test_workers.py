@@ -145,6 +145,13 @@ async def running(folder: Path, redis: RedisProcess, *flags: str, **behaviour: A
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         timeout = aiohttp.ClientTimeout(LIMIT_S)
         async with inside(server), aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            # A worker listens before it has its engine, and answers 503 until then.
+            joined = "engine .* joined: "
+            await asyncio.to_thread(
+                server.wait_until,
+                lambda: sum(bool(re.search(joined, line)) for line in server.lines) == 2,
+                "an engine each",
+            )
             yield Running(server, engine, session)
 
 
