@@ -243,7 +243,7 @@ async def test_the_gemini_sdk_is_told_as_upstream_tells_it() -> None:
     assert (refused.value.code, refused.value.status) == (429, "RESOURCE_EXHAUSTED")
     (detail,) = refused.value.details["error"]["details"]
     assert detail["@type"] == "type.googleapis.com/google.rpc.RetryInfo"
-    assert re.fullmatch(r"(59|60)(\.\d+)?s", detail["retryDelay"])
+    assert re.fullmatch(r"([3-5]\d|60)(\.\d+)?s", detail["retryDelay"])  # of a minute, less what the test took
 
 
 async def test_a_stream_is_refused_before_it_begins() -> None:
