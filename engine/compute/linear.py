@@ -30,6 +30,10 @@ _QUICK: Final = {  # what torch.compile asks, too
     torch.bfloat16: "mkldnn::_is_mkldnn_bf16_supported",
     torch.float16: "mkldnn::_is_mkldnn_fp16_supported",
 }
+_X86: Final = {  # names of torch.cpu.get_capabilities; any of them will do
+    torch.bfloat16: ("avx512_bf16", "amx_bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16"),
+}
 _ROWS_HINT: Final = 256  # of the batch; with 1 the fp32 kernel for few rows rounds otherwise than the one for many
 
 
@@ -39,11 +43,16 @@ def has_onednn() -> bool:
 
 
 def is_quick(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for the dtype. Slow types are better computed in float32."""
+    """Whether this CPU has instructions for the dtype. Slow types are better computed in float32.
+
+    oneDNN says yes to any AVX-512 and converts then: slower, and a row's bits depend on the number of rows."""
     if dtype == torch.float32:
         return True
     asks = find_operator(_QUICK[dtype]) if dtype in _QUICK else None
-    return bool(asks and asks())
+    if not (asks and asks()):
+        return False
+    has = getattr(torch.cpu, "get_capabilities", dict)()
+    return has.get("architecture") != "x86_64" or any(has.get(name) for name in _X86[dtype])
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

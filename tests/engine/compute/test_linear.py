@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,20 @@ def test_subclasses_of_linear_are_left_alone() -> None:
     model = nn.Sequential(Special(4, 4))
     assert pack(model) == 0
     assert type(model[0]) is Special
+
+
+@pytest.mark.parametrize(
+    ("has", "quick"),
+    [
+        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False}, False),
+        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": True}, True),
+        ({"architecture": "aarch64"}, True),
+    ],
+)
+def test_what_onednn_emulates_is_slow(monkeypatch: pytest.MonkeyPatch, has: dict[str, Any], quick: bool) -> None:
+    monkeypatch.setattr(linear, "find_operator", lambda name, overload="default": lambda: True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+    assert is_quick(torch.bfloat16) is quick
 
 
 def test_what_the_processor_is_slow_at_is_not_packed() -> None:
