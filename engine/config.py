@@ -142,6 +142,8 @@ class EngineSettings(Section):
     """Tokens computed ahead where a text repeats what it or its prompt has; the answer stays the same."""
     draft_model: str | None = None
     """Folder or hub id of a small model with the same tokeniser that drafts where nothing repeats."""
+    eviction: Literal["lru", "hit-density"] = "lru"
+    """Which cached block goes first: the least recently used, or the one that promises the fewest hits."""
     lease_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the blocks that leases keep at most; past it the least valuable lease degrades."""
     lease_tenant_share: Annotated[float, Field(ge=0, le=1)] = 0.25

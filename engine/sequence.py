@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.pool.eviction import Origin
 from engine.protocol import Breakpoint, FinishReason, Lane, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # found with the last tokens, and not reported yet
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its second token, its third, ...
     finish: FinishReason | None = None
+    origin: Origin = field(default_factory=Origin)  # of its blocks, for eviction
     num_followed: int = 0  # leading tokens whose keys and values the draft model has written
     drafter: Drafter | None = None  # what it may go on with; from its second token on
 

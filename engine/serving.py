@@ -1,7 +1,7 @@
 """The life of the engine's process: the model, its loop, the server; then until a signal; then a drain, and the end.
 
-`serve` is what `kvasir engine` runs. The composition root of the engine: nothing else knows which tiers and
-which grammars there are. torch is imported when something is made, so that a gateway without it can import this.
+`serve` is what `kvasir engine` runs. The composition root of the engine: nothing else knows which eviction, which tiers
+and which grammars there are. torch is imported when something is made, so that a gateway without it can import this.
 """
 
 from __future__ import annotations
@@ -246,11 +246,14 @@ def make_loop(
     """
     from engine.loop import EngineLoop
     from engine.pool.blocks import BlockPool
+    from engine.pool.hit_density import HitDensity
     from engine.sampling.grammar_pool import GrammarPool
     from engine.scheduler import Scheduler
     from engine.tiers.storage import build_tiers
 
-    pool = BlockPool(hello.num_blocks, hello.namespace.block_size)
+    num_blocks, block_size = hello.num_blocks, hello.namespace.block_size
+    policy = HitDensity(num_blocks, block_size) if settings.eviction == "hit-density" else None
+    pool = BlockPool(num_blocks, block_size, policy)
     grammars = GrammarPool(
         tokenizer.tokenizer_json,
         hello.vocab_size,

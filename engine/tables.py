@@ -77,6 +77,7 @@ class BlockTables:
         missing = self.blocks_for(sequence.num_tokens) - len(reused)
         if self.pool.available_beside(reused) < missing + headroom:
             return None
+        self._introduce(sequence, reused)
         self.pool.acquire(reused)
         fresh = self.pool.allocate(missing, _taker(sequence))
         assert fresh is not None, "the pool gave fewer blocks than it said it has"
@@ -105,6 +106,7 @@ class BlockTables:
         if rest:
             copies.append(Copy(source.block_table[full], fresh[0], rest))
         found = self.pool.prefixes.find(sequence.salt, sequence.tokens.tobytes(), sequence.digests[:full])
+        self._introduce(sequence, found)
         broken = not sequence.use_cache or self._chains[source].broken or len(found) < full
         chain = self._chains[sequence] = _Chain(broken=broken)
         if found and not broken:  # the source may hold a private copy of what is found
@@ -136,7 +138,8 @@ class BlockTables:
         for index in range(sequence.num_registered, full):
             block = sequence.block_table[index]
             tokens = sequence.tokens[index * size : (index + 1) * size].tobytes()
-            holder = self.pool.register(block, chain.tip, sequence.salt, sequence.digests[index], tokens)
+            digest, origin = sequence.digests[index], sequence.origin
+            holder = self.pool.register(block, chain.tip, sequence.salt, digest, tokens, origin)
             if holder is None:
                 chain.broken = True
                 return
@@ -153,6 +156,7 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back. What was registered can be found until it is evicted, and longer below."""
         self.save(sequence)
+        sequence.origin.output_tokens = sequence.num_generated
         chain = self._chains.pop(sequence)
         self.pool.release(sequence.block_table)
         if chain.lent and chain.tip is not None:
@@ -194,6 +198,11 @@ class BlockTables:
         num_blocks = min(num_blocks, len(sequence.digests))
         tokens = sequence.tokens[: num_blocks * self.pool.block_size].tobytes()
         return Chain(sequence.salt, tokens, sequence.digests[:num_blocks])
+
+    def _introduce(self, sequence: Sequence, reused: list[int]) -> None:
+        """Tells the eviction policy of a request."""
+        sequence.origin.prompt_tokens = sequence.num_prompt
+        self.pool.policy.begin(sequence.origin, reused, sequence.digests)
 
     def _move_tip(self, chain: _Chain, tip: int, *, lent: bool) -> None:
         if lent:

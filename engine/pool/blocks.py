@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from engine.pool.eviction import LeastRecentlyUsed
+from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed, Origin
 from engine.pool.prefixes import ROOT, Prefixes
 
 
@@ -32,16 +32,16 @@ class BlockPool:
     except forget and check_invariants, which look at every registered block.
 
     prefixes  what can be found; registered blocks enter it and leave it here alone
-    policy    the order of eviction; callers report the time to it (`advance`)
+    policy    the order of eviction; callers report requests (`begin`) and the time (`advance`) to it
     """
 
-    def __init__(self, num_blocks: int, block_size: int, policy: LeastRecentlyUsed | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefixes = Prefixes(num_blocks, block_size)
         self.taken: dict[bytes, tuple[str, str]] = {}  # evicted digest -> tenant and request that needed its place
         self.evictions = 0  # blocks given up since the start, for others or because of their age
-        self.policy = LeastRecentlyUsed(num_blocks) if policy is None else policy
+        self.policy: EvictionPolicy = LeastRecentlyUsed(num_blocks) if policy is None else policy
 
         self._refs = [0] * num_blocks  # sequences that hold the block
         # A heap, lowest ids first: little memory is touched, and what is given back in order is handed out in order.
@@ -162,11 +162,14 @@ class BlockPool:
 
     # -- registration -------------------------------------------------------------------------------------------------
 
-    def register(self, block: int, parent: int | None, salt: str, digest: bytes, tokens: bytes) -> int | None:
+    def register(
+        self, block: int, parent: int | None, salt: str, digest: bytes, tokens: bytes, origin: Origin | None = None
+    ) -> int | None:
         """Makes the contents of a full, live, private block findable. Call it after the step that wrote it succeeded.
 
         parent  the registered block that holds the tokens before, which the caller keeps from being evicted; None at
                 the beginning of a prefix
+        origin  the request that computed it, if eviction is to know
         Returns the block that is findable under this digest from now on: `block` itself; another one when that holds
         the same prefix already, and then `block` stays private and descendants go under the other; None when the
         digest stands for something else (a collision), and then neither `block` nor descendants can be registered.
@@ -181,6 +184,7 @@ class BlockPool:
         if above != ROOT:
             self._pin(above)
         self.prefixes.add(block, above, salt, digest, tokens)
+        self.policy.store(block, above, digest, origin)
         return block
 
     def forget(self, blocks: Iterable[int]) -> int:

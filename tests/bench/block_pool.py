@@ -1,6 +1,6 @@
 """What the block pool and the scheduler cost: microseconds per operation in a pool of 100,000 blocks.
 
-    python -m tests.bench.block_pool [--blocks 100000] [--prompt-blocks 500]
+    python -m tests.bench.block_pool [--blocks 100000] [--prompt-blocks 500] [--eviction hit-density]
 
 Fixed seed, no model. The pool is filled until every new block evicts an old one, and measured in that state; a prompt
 comes every second of virtual time. With --prompt-blocks 1 every cached block is a leaf, the worst case of a policy.
@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.config import EngineSettings
 from engine.pool.blocks import BlockPool
+from engine.pool.eviction import Origin
+from engine.pool.hit_density import HitDensity
 from engine.protocol import Namespace, Sampling, Submit, chain_digests, split_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Step
@@ -49,31 +51,38 @@ class Clock:
             print(f"{name:44} {seconds / operations * 1e6:8.2f} us  ({operations:,.0f} times)")
 
 
-def measure_pool(num_blocks: int, prompt_blocks: int, clock: Clock) -> BlockPool:
-    pool, rng = BlockPool(num_blocks, SIZE), random.Random(0)
+def measure_pool(num_blocks: int, prompt_blocks: int, eviction: str, clock: Clock) -> BlockPool:
+    policy = HitDensity(num_blocks, SIZE) if eviction == "hit-density" else None
+    pool, rng = BlockPool(num_blocks, SIZE, policy), random.Random(0)
     stored: list[tuple[bytes, list[bytes]]] = []
     root = NAMESPACE.root()
     for turn in range(3 * num_blocks // prompt_blocks):
         full = "evicting" if pool.num_free < prompt_blocks else "free blocks"
         tokens = array("I", [rng.randrange(50_000) for _ in range(prompt_blocks * SIZE)]).tobytes()
         digests = split_digests(chain_digests(root, tokens, SIZE))
+        origin = Origin(prompt_tokens=prompt_blocks * SIZE)
         clock.time("advance the time, per prompt", 1, partial(pool.policy.advance, float(turn)))
+        clock.time("begin", prompt_blocks, partial(pool.policy.begin, origin, [], digests))
         table = clock.time(f"allocate a run, {full}", prompt_blocks, partial(pool.allocate, prompt_blocks))
         assert isinstance(table, list)
 
-        def register(table: list[int] = table, tokens: bytes = tokens, digests: list[bytes] = digests) -> None:
+        def register(
+            table: list[int] = table, tokens: bytes = tokens, digests: list[bytes] = digests, origin: Origin = origin
+        ) -> None:
             parent = None
             for index, block in enumerate(table):
                 content = tokens[index * SIZE * 4 : (index + 1) * SIZE * 4]
-                parent = pool.register(block, parent, "", digests[index], content)
+                parent = pool.register(block, parent, "", digests[index], content, origin)
 
         clock.time("register", prompt_blocks, register)
+        origin.output_tokens = turn % 500
         clock.time("release", prompt_blocks, partial(pool.release, table))
         stored.append((tokens, digests))
         if turn % 4 == 3:
             tokens, digests = stored[-2]
             hit = clock.time("find_prefix, hit", prompt_blocks, partial(pool.prefixes.find, "", tokens, digests))
             assert isinstance(hit, list)
+            clock.time("begin", len(hit) or 1, partial(pool.policy.begin, Origin(prompt_tokens=1), hit, digests))
             clock.time("acquire", len(hit) or 1, partial(pool.acquire, hit))
             clock.time("release", len(hit) or 1, partial(pool.release, hit))
         clock.time("take_events", prompt_blocks, pool.prefixes.take_events)
@@ -124,9 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=100_000)
     parser.add_argument("--prompt-blocks", type=int, default=500)
+    parser.add_argument("--eviction", choices=["lru", "hit-density"], default="lru")
     options = parser.parse_args()
     clock = Clock()
-    measure_pool(options.blocks, options.prompt_blocks, clock)
+    measure_pool(options.blocks, options.prompt_blocks, options.eviction, clock)
     measure_scheduler(options.blocks, clock)
     clock.report()
 

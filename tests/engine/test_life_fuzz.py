@@ -22,6 +22,7 @@ import pytest
 from engine.leases.pins import Lease, take_fingerprint
 from engine.planner import MIN_TAIL_TOKENS
 from engine.pool.eviction import LeastRecentlyUsed
+from engine.pool.hit_density import HitDensity
 from engine.protocol import DIGEST_BYTES, HASHES, Lane, SequenceUpdate, split_digests
 from engine.sequence import Sequence
 from engine.tiers.disk_store import TEMPORARY_AGE_S
@@ -48,7 +49,7 @@ REACHED = (
         "disk dropped",
         "disk torn",
         "disk collected",
-        *(f"evicts by {name}" for name in ("LeastRecentlyUsed", "Whim")),
+        *(f"evicts by {name}" for name in ("LeastRecentlyUsed", "HitDensity", "Whim")),
     ),
     *("files: missing", "files: torn", "files: longer", "files: flipped", "files: strange", "files: litter"),
 )
@@ -94,7 +95,9 @@ class Fuzz:
         self.kept: set[Lease] = set()
         self.excuses = 0
         share, tenant_share = self.shares
-        policy = rng.choice([LeastRecentlyUsed, lambda blocks: Whim(blocks, rng)])
+        policy = rng.choice(
+            [LeastRecentlyUsed, lambda blocks: HitDensity(blocks, SIZE), lambda blocks: Whim(blocks, rng)]
+        )
         bench = start(
             self.folder,
             self.prefixes,

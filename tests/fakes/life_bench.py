@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.config import EngineSettings
 from engine.pool.blocks import BlockPool
-from engine.pool.eviction import LeastRecentlyUsed
+from engine.pool.eviction import EvictionPolicy, LeastRecentlyUsed
 from engine.protocol import TOKEN_BYTES, Namespace, chain_digests
 from engine.scheduler import Scheduler
 from engine.sequence import StepGivenUp
@@ -281,7 +281,7 @@ def start(
     eos_ids: tuple[int, ...],
     queue_bytes: int,
     part_blocks: int,
-    policy: Callable[[int], LeastRecentlyUsed] | None = None,
+    policy: Callable[[int], EvictionPolicy] | None = None,
     **changes: Any,
 ) -> LifeBench:
     """An engine with so many slots in each tier, over the files that earlier ones left. It has not looked at them yet.

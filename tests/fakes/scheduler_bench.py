@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.config import EngineSettings
 from engine.pool.blocks import BlockPool
-from engine.pool.eviction import LeastRecentlyUsed
+from engine.pool.eviction import EvictionPolicy
 from engine.protocol import Breakpoint, Group, Namespace, Sampling, SequenceUpdate, Submit, chain_digests
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Step, StepGivenUp
@@ -131,7 +131,7 @@ def make(
     *,
     context_tokens: int = 1000,
     eos_ids: tuple[int, ...] = (),
-    policy: LeastRecentlyUsed | None = None,
+    policy: EvictionPolicy | None = None,
     adapters: tuple[str, ...] = (),
     **changes: Any,
 ) -> Bench:
