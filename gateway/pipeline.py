@@ -209,7 +209,7 @@ class Pipeline:
             tenant=request.tenant.name,
             prompt_tokens=prompt.num_tokens,
             deadline_s=request.deadline_s,
-            cached_tokens={incarnation: blocks * block_size for incarnation, blocks in held.items()},
+            cached_tokens={incarnation: blocks * block_size for incarnation, blocks in held.items() if blocks},
             avoid=frozenset(lost),
             lane=request.lane,
             tier="priority" if sequence.has_begun else request.tier,  # its client is in the middle of an answer

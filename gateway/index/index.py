@@ -1,5 +1,5 @@
-"""The index that the pipeline asks which engine holds how much of a prompt: Redis while it is reachable, the gateway's
-own memory while it is not.
+"""The index that the pipeline asks which engine holds how much of a prompt: the gateway's own memory for engines whose
+events it follows, which is newer than what they wrote to Redis, and Redis for the others, while it is reachable.
 
 Presence is prefix-closed: an engine that holds block i of a chain holds every block before it, because engines publish
 parents before children and remove children before parents. So the end of a prefix is found by bisection. An answer is a
@@ -43,19 +43,21 @@ class PrefixIndex:
 
         digests  packed chain digests, DIGEST_BYTES each, first block first
         An incarnation that is known is in the answer, with 0 when it holds none of them; another one is left out. The
-        answer is empty when there are no digests or no incarnations. Incarnations that Redis does not know, or not any
-        more, are looked up in memory.
+        answer is empty when there are no digests or no incarnations. Each incarnation costs Redis two commands or more,
+        so it is asked only about those that memory does not know.
         """
         if not digests or not incarnations:
             return {}
-        held: dict[str, int] = {}
-        if self._calls is not None and self._script is not None and self._calls.breaker.up:
-            keys = [blocks_key(model, name) for name in incarnations]
-            with suppress(RedisDownError):
-                counts = await self._calls.ask(self._script(keys=keys, args=[digests]))
-                held = {name: count for name, count in zip(incarnations, counts, strict=True) if count >= 0}
-        if len(held) < len(incarnations):
-            held |= self._memory.find(digests, [name for name in incarnations if name not in held])
+        held = dict(self._memory.find(digests, incarnations))
+        if len(held) < len(incarnations) and self._calls is not None and self._script is not None:
+            names = [name for name in incarnations if name not in held]
+            if self._calls.breaker.up:
+                keys = [blocks_key(model, name) for name in names]
+                with suppress(RedisDownError):
+                    counts = await self._calls.ask(self._script(keys=keys, args=[digests]))
+                    held |= {name: count for name, count in zip(names, counts, strict=True) if count >= 0}
+        if not self._recent:
+            return held
         return {name: self._recent.extend(name, digests, count) for name, count in held.items()}
 
     def recall(self, incarnation: str, digests: bytes) -> int | None:

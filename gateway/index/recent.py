@@ -28,6 +28,9 @@ class RecentBlocks:
         self._clock = clock
         self._until_s: dict[tuple[str, bytes], float] = {}  # the oldest first
 
+    def __bool__(self) -> bool:
+        return bool(self._until_s)
+
     def add(self, incarnation: str, digests: bytes, held: int) -> None:
         """Blocks of a prompt from number `held` on were computed."""
         now_s = self._clock()

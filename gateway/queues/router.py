@@ -10,8 +10,10 @@ queue makes a snapshot of the engines, and adds to it what it means to send them
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from heapq import nsmallest
+from bisect import insort
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field
+from operator import attrgetter
 from typing import Final, Generic, Protocol, TypeVar
 
 from engine.protocol import Hello, Lane, Load
@@ -78,6 +80,10 @@ class EngineSlots(Generic[E]):
     taken: int = 0
     given_tokens: float = 0.0  # that it was sent to prefill
     held_back: bool = False  # it had a slot when a request was sent elsewhere or waits, and too much to prefill
+    max_sequences: int = field(init=False, default=0)  # as its hello says
+
+    def __post_init__(self) -> None:
+        self.max_sequences = self.engine.hello.max_sequences
 
     @property
     def free(self) -> int:
@@ -86,39 +92,64 @@ class EngineSlots(Generic[E]):
 
 class LoadSnapshot(Generic[E]):
     """Engines as they are at one moment, for requests of a lane, and what is meant for them since; engines that drain
-    are not in it. In front of an online request is nothing of the batch lane, which gives way."""
+    are not in it. In front of an online request is nothing of the batch lane, which gives way.
+
+    It is made for each decision, so what it costs for an engine is a fleet's limit: one pass over the engines, and a
+    choice looks at them by their wait, only as far as a shorter prefill might make up for it.
+    """
 
     def __init__(self, engine_slots: Collection[EngineSlots[E]], lane: Lane = "online") -> None:
         loads = [slots.engine.load for slots in engine_slots]
         rates = _levelled([load.prefill_tokens_per_s for load in loads], ASSUMED_TOKENS_PER_S)
         self.tokens_per_s = max(rates) if rates else ASSUMED_TOKENS_PER_S
-        self._outlooks: dict[str, _Outlook[E]] = {}
-        self._ranks: list[tuple[_Rank, _Outlook[E]]] = []  # of the last choice
-        for slots, load, rate in zip(engine_slots, loads, rates, strict=True):
-            if not load.draining:
-                outlook = _Outlook(slots, load, rate, lane)
-                self._outlooks[outlook.incarnation] = outlook
+        self._outlooks = {
+            slots.incarnation: _Outlook(slots, load, rate, lane)
+            for slots, load, rate in zip(engine_slots, loads, rates, strict=True)
+            if not load.draining
+        }
+        self._by_wait = sorted(self._outlooks.values(), key=_wait_of)
+        self._possible: Sequence[_Outlook[E]] = ()  # of the last choice, by wait; empty when there was none to make
 
     def choose(self, ask: Ask, closed: Collection[str] = ()) -> E | None:
         """The engine with the least score; None when there is none that it may be. One that is `closed` only where
         there is no other."""
-        outlooks, self._ranks = self._outlooks, []
+        outlooks, self._possible = self._outlooks, ()
         if ask.only is not None:
             return outlooks[ask.only].engine if ask.only in outlooks else None
-        possible = list(outlooks.values())
+        possible = self._by_wait
         for avoided in (ask.avoid, closed):
             if avoided:
                 possible = [outlook for outlook in possible if outlook.incarnation not in avoided] or possible
         if len(possible) < 2:
             return possible[0].engine if possible else None
-        self._ranks = [(self._rank(outlook, ask), outlook) for outlook in possible]
-        return min(self._ranks, key=_rank_of)[1].engine
+        self._possible = possible
+        return self._best(ask, 1)[0][1].engine
 
     def tell(self, ask: Ask) -> None:
-        """Which engines there were, to the request for which `choose` was called last, as it was then."""
+        """Which engines there were, to the request for which `choose` was called last, before `add`."""
         if ask.route is not None:
-            best = nsmallest(MAX_CANDIDATES, self._ranks, key=_rank_of)
+            best = self._best(ask, MAX_CANDIDATES)
             ask.route[:] = [self._candidate(*one, ask, one is best[0]) for one in best]
+
+    def _best(self, ask: Ask, count: int) -> list[tuple[_Rank, _Outlook[E]]]:
+        """So many of the possible engines, the least rank first."""
+        prompt_tokens, cached = ask.prompt_tokens, ask.cached_tokens
+        least_s = PREFILL_WEIGHT * (max(0, prompt_tokens - max(cached.values(), default=0)) / self.tokens_per_s)
+        best: list[tuple[_Rank, _Outlook[E]]] = []
+        worst_s = worst_even = float("inf")
+        for outlook in self._possible:
+            wait_s = outlook.wait_s
+            if wait_s + least_s > worst_s:  # and all behind it wait no shorter
+                break
+            own_tokens = prompt_tokens - cached.get(outlook.incarnation, 0)
+            score_s = wait_s + PREFILL_WEIGHT * (own_tokens / outlook.tokens_per_s if own_tokens > 0 else 0.0)
+            if score_s > worst_s or (score_s == worst_s and not ask.affinity and outlook.given > worst_even):
+                continue
+            insort(best, (self._rank(outlook, ask), outlook), key=_rank_of)
+            if len(best) >= count:
+                del best[count:]
+                worst_s, worst_even, _, _ = best[-1][0]
+        return best
 
     def _candidate(self, rank: _Rank, outlook: _Outlook[E], ask: Ask, chosen: bool) -> Candidate:
         score_s, cached = rank[0], ask.cached_tokens.get(outlook.incarnation, 0)
@@ -151,14 +182,14 @@ class LoadSnapshot(Generic[E]):
         """The engine will have this request before any later one."""
         outlook = self._outlooks[incarnation]
         outlook.add(_own_tokens(ask, incarnation), ask.tenant)
+        self._by_wait.remove(outlook)
+        insort(self._by_wait, outlook, key=_wait_of)
 
     def cost_s(self, ask: Ask) -> float:
         """What the request takes of the engine that holds most of it, in seconds of its time."""
-        tokens, turn_s = ask.prompt_tokens, 0.0
-        for incarnation, outlook in self._outlooks.items():
-            tokens = min(tokens, _own_tokens(ask, incarnation))
-            turn_s = max(turn_s, outlook.turn_s)
-        return tokens / self.tokens_per_s + turn_s
+        held = max((tokens for name, tokens in ask.cached_tokens.items() if name in self._outlooks), default=0)
+        turn_s = max((outlook.turn_s for outlook in self._by_wait), default=0.0)
+        return max(0, ask.prompt_tokens - held) / self.tokens_per_s + turn_s
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds of an engine's time for so many tokens."""
@@ -166,7 +197,7 @@ class LoadSnapshot(Generic[E]):
 
     def _rank(self, outlook: _Outlook[E], ask: Ask) -> _Rank:
         own_s = _own_tokens(ask, outlook.incarnation) / outlook.tokens_per_s
-        score_s = outlook.wait_s() + PREFILL_WEIGHT * own_s
+        score_s = outlook.wait_s + PREFILL_WEIGHT * own_s
         even = _rendezvous(ask.affinity, outlook.incarnation) if ask.affinity else outlook.given
         return score_s, even, outlook.engine.name, outlook.incarnation
 
@@ -176,13 +207,20 @@ def _rank_of(one: tuple[_Rank, object]) -> _Rank:
 
 
 class _Outlook(Generic[E]):
-    """What is in front of a new request at one engine."""
+    """What is in front of a new request at one engine.
+
+    wait_s  until the running step and the prefills in front are done, and a slot is free when all are taken
+    """
+
+    __slots__ = (
+        *("backlog_s", "busy", "engine", "given", "incarnation", "measured", "prefilling_now", "slots", "step_s"),
+        *("tokens_per_s", "turn_s", "wait_s"),
+    )
 
     def __init__(self, slots: EngineSlots[E], load: Load, tokens_per_s: float, lane: Lane) -> None:
-        engine, hello = slots.engine, slots.engine.hello
         decode_tokens_per_s = load.decode_tokens_per_s or ASSUMED_DECODE_TOKENS_PER_S
-        self.engine, self.incarnation, self.given = engine, hello.incarnation, slots.given_tokens
-        self.tokens_per_s, self.measured = tokens_per_s, load.prefill_tokens_per_s > 0
+        self.engine, self.incarnation, self.given = slots.engine, slots.incarnation, slots.given_tokens
+        self.tokens_per_s, self.measured = tokens_per_s, load.prefill_tokens_per_s
         backlog, running, waiting = load.prefill_backlog, load.running, load.waiting
         if lane == "online":
             backlog -= load.batch_backlog
@@ -191,15 +229,18 @@ class _Outlook(Generic[E]):
         self.backlog_s = backlog / tokens_per_s
         self.prefilling_now: dict[str, int] | None = None  # tokens by tenant, once it is needed
         self.step_s = running / decode_tokens_per_s
-        self.busy = max(running + waiting, slots.taken)  # those of all gateways; a load may be a moment old
-        self.slots = min(hello.max_sequences, slots.total)
+        busy, taken = running + waiting, slots.taken
+        self.busy = busy if busy > taken else taken  # those of all gateways; a load may be a moment old
+        most, total = slots.max_sequences, slots.total
+        self.slots = most if most < total else total
         # n answers of that length end in length * n / rate seconds: one every length / rate.
         self.turn_s = ASSUMED_COMPLETION_TOKENS / decode_tokens_per_s
+        excess = self.busy + 1 - self.slots  # as in _set_wait, without a call
+        self.wait_s = self.step_s + self.backlog_s + (excess * self.turn_s if excess > 0 else 0.0)
 
-    def wait_s(self) -> float:
-        """Until the running step and the prefills in front are done, and a slot is free when all are taken."""
+    def _set_wait(self) -> None:
         excess = self.busy + 1 - self.slots
-        return self.step_s + self.backlog_s + (excess * self.turn_s if excess > 0 else 0.0)
+        self.wait_s = self.step_s + self.backlog_s + (excess * self.turn_s if excess > 0 else 0.0)
 
     def in_front_of(self, tenant: str, own_tokens: int) -> float:
         """Tokens that are prefilled before a request of the tenant, when all tenants take turns. What other gateways
@@ -222,6 +263,10 @@ class _Outlook(Generic[E]):
         self.backlog_s += own_tokens / self.tokens_per_s
         self.busy += 1
         self.given += own_tokens
+        self._set_wait()
+
+
+_wait_of = attrgetter("wait_s")
 
 
 def _own_tokens(ask: Ask, incarnation: str) -> int:

@@ -236,13 +236,16 @@ class SlotQueue(Generic[E]):
                 lanes: tuple[Lane, ...] = ("online", "batch")
                 queues = {lane: EngineQueue[E](self._settings, lane) for lane in lanes}
                 group = self._groups[key] = _Group(queues, engines[0].hello.model)
+        online = group.online.engine_slots
         for engine in engines:
-            if engine.hello.incarnation not in group.online.engine_slots:
+            slots = online.get(engine.hello.incarnation)
+            if slots is None:
                 if _alike(engine.hello) != _alike(engines[0].hello):
                     continue
                 self._add_slots(group, engine)
-            for queue in group.queues.values():
-                queue.engine_slots[engine.hello.incarnation].engine = engine
+            elif slots.engine is not engine:
+                for queue in group.queues.values():
+                    queue.engine_slots[engine.hello.incarnation].engine = engine
         return group
 
     def _add_slots(self, group: _Group[E], engine: E) -> None:

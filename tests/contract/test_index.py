@@ -149,6 +149,19 @@ async def test_every_length_of_prefix_is_found_exactly(fed: Memory | Published) 
         assert dict(await fed.index.find("m", CHAINS[0], ["engine-a"])) == {"engine-a": blocks}
 
 
+async def test_of_many_engines_each_is_told_what_it_holds(fed: Memory | Published) -> None:
+    """Whatever those before it hold, which is what is tried first."""
+    dice = random.Random(1)
+    held = [dice.choice((0, 0, 1, 2, 10, 10, 10, 39, 40)) for _ in range(60)]
+    names = [f"engine-{number:02}" for number in range(len(held))]
+    for name, blocks in zip(names, held, strict=True):
+        await fed.apply(name, BlockEvents(stored=CHAINS[0][: 16 * blocks], reset=True))
+    for asked in (1, 2, 3, 10, 11, 39, 40):
+        expected = {name: min(blocks, asked) for name, blocks in zip(names, held, strict=True)}
+        for order in (names, names[::-1], dice.sample(names, len(names))):
+            assert dict(await fed.index.find("m", CHAINS[0][: 16 * asked], [*order, "unknown"])) == expected
+
+
 async def test_a_block_both_removed_and_stored_in_one_step_is_there(fed: Memory | Published) -> None:
     await fed.apply("engine-a", BlockEvents(stored=CHAINS[0]))
     await fed.apply("engine-a", BlockEvents(stored=CHAINS[0][:32], removed=CHAINS[0]))

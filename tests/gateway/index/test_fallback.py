@@ -1,4 +1,4 @@
-"""The index that the pipeline asks: Redis while it answers, memory while it does not."""
+"""The index that the pipeline asks: memory for what this gateway follows, Redis for the rest while it answers."""
 
 from __future__ import annotations
 
@@ -62,19 +62,22 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.levelname for record in caplog.records if record.name == "gateway.storage.breaker"]
 
 
-async def test_redis_is_believed_while_it_answers(redis_url: str) -> None:
+async def test_redis_is_asked_about_engines_whose_events_this_gateway_does_not_follow(redis_url: str) -> None:
     async with both(redis_url) as these:
         await these.hold("a", 7, in_memory=3)
-        assert await these.find("a") == {"a": 7}
+        await these.hold("b", 5)
+        assert await these.find("a", "b", "c") == {"a": 3, "b": 5}
+        these.index.drop("a")
+        assert await these.find("a", "b", "c") == {"a": 7, "b": 5}
         assert these.breaker.up
 
 
-async def test_engines_that_redis_does_not_know_are_looked_up_in_memory(redis_url: str) -> None:
-    """As just after a restart of Redis, before the engines have published again."""
+async def test_redis_is_not_asked_when_memory_knows_all(redis_url: str) -> None:
     async with both(redis_url) as these:
         await these.hold("a", 7, in_memory=3)
-        these.memory.apply("b", BlockEvents(stored=PROMPT[:32]))
-        assert await these.find("a", "b", "c") == {"a": 7, "b": 2}
+        before = (await these.redis.info("commandstats")).get("cmdstat_evalsha", {"calls": 0})["calls"]
+        assert await these.find("a") == {"a": 3}
+        assert (await these.redis.info("commandstats")).get("cmdstat_evalsha", {"calls": 0})["calls"] == before
 
 
 async def test_without_a_redis_memory_answers() -> None:
@@ -90,19 +93,20 @@ async def test_an_outage_is_said_once_and_so_is_its_end(
 ) -> None:
     caplog.set_level(logging.INFO)
     async with both(own_redis.url) as these:
-        await these.hold("a", 7, in_memory=3)
-        assert await these.find("a") == {"a": 7}
+        await these.hold("a", 7)
+        these.memory.apply("b", BlockEvents(stored=PROMPT[:48]))
+        assert await these.find("a", "b") == {"a": 7, "b": 3}
         await asyncio.to_thread(own_redis.kill)
         for _ in range(50):
-            assert await these.find("a") == {"a": 3}
+            assert await these.find("a", "b") == {"b": 3}
         assert not these.breaker.up
         assert warnings(caplog) == ["WARNING"]
         await asyncio.to_thread(own_redis.start)
         await until(lambda: these.breaker.up)  # nobody asks for it
         assert warnings(caplog) == ["WARNING", "INFO"]
-        assert await these.find("a") == {"a": 3}  # Redis came back empty: the engine has not published yet
+        assert await these.find("a", "b") == {"b": 3}  # Redis came back empty: the engine has not published yet
         await these.hold("a", 7)
-        assert await these.find("a") == {"a": 7}  # the script is loaded again
+        assert await these.find("a", "b") == {"a": 7, "b": 3}  # the script is loaded again
         assert these.breaker.outages == 1
 
 
@@ -117,17 +121,18 @@ async def test_a_redis_that_hangs_costs_one_time_limit_and_then_nothing(
     own_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with both(own_redis.url, timeout_s=0.5) as these:
-        await these.hold("a", 7, in_memory=3)
+        await these.hold("a", 7)
+        these.memory.apply("b", BlockEvents(stored=PROMPT[:48]))
         await these.find("a")
         assert own_redis._process is not None
         own_redis._process.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(30):  # one after the other they would wait for 50 seconds
-            found = await asyncio.gather(*(these.find("a") for _ in range(100)))
-        assert found == [{"a": 3}] * 100
+            found = await asyncio.gather(*(these.find("a", "b") for _ in range(100)))
+        assert found == [{"b": 3}] * 100
         with monkeypatch.context() as patched:
             patched.setattr(these.index, "_script", None)  # nobody asks Redis any more
             for _ in range(100):
-                assert await these.find("a") == {"a": 3}
+                assert await these.find("a", "b") == {"b": 3}
         own_redis._process.send_signal(signal.SIGCONT)
         await until(lambda: these.breaker.up)
         assert await these.find("a") == {"a": 7}
@@ -145,7 +150,6 @@ async def test_a_burst_waits_for_connections_instead_of_running_out_of_them(redi
 async def test_a_key_of_another_kind_is_an_engine_that_holds_nothing_and_no_outage(redis_url: str) -> None:
     async with both(redis_url) as these:
         await these.redis.set(blocks_key("m", "a"), "not a hash")
-        these.memory.apply("a", BlockEvents(stored=PROMPT[:32]))
         assert await these.find("a") == {"a": 0}
         assert these.breaker.up
 

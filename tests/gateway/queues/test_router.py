@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import LANES, Hello, Load
-from gateway.queues.router import LoadSnapshot
+from gateway.queues.router import MAX_CANDIDATES, LoadSnapshot
 from gateway.types import Ask
 from tests.fakes.fake_engine import make_hello
 
@@ -33,6 +33,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         self.hello = make_hello(incarnation=f"i-{self.name}", max_sequences=8)
+        self.incarnation, self.max_sequences = self.hello.incarnation, self.hello.max_sequences
 
 
 def engines(**loads: dict[str, Any]) -> list[Candidate]:
@@ -228,3 +229,30 @@ def test_what_the_batch_lane_has_at_an_engine_is_in_front_of_batch_requests_alon
     assert [snapshot.is_ready("i-a") for snapshot in snapshots.values()] == [True, True]  # it has measured nothing
     candidates[0].load = replace(load, prefill_tokens_per_s=1000.0)
     assert [LoadSnapshot(candidates, lane).is_ready("i-a") for lane in LANES] == [True, False]
+
+
+@given(
+    st.lists(loads, min_size=2, max_size=24),
+    st.lists(st.tuples(st.integers(1, 5000), st.lists(st.integers(0, 5000), max_size=24), st.booleans()), max_size=6),
+)
+def test_a_choice_that_stops_early_is_that_of_all_engines(
+    given_loads: list[Load], asks: list[tuple[int, list[int], bool]]
+) -> None:
+    """One request after the other, each in front of the next; its best engines too, and the cost."""
+    candidates = [Candidate(f"e{number}", load) for number, load in enumerate(given_loads)]
+    snapshot = LoadSnapshot(candidates)
+    for prompt, cached, affine in asks:
+        ask = asked(prompt, **{f"e{number}": tokens for number, tokens in enumerate(cached)})
+        ask = replace(ask, affinity="key" if affine else "", route=[])
+        ranks = sorted((snapshot._rank(outlook, ask), outlook.engine.name) for outlook in snapshot._outlooks.values())
+        engine = snapshot.choose(ask)
+        snapshot.tell(ask)
+        assert (engine.name if engine else None) == (ranks[0][1] if ranks else None)
+        if len(ranks) > 1:
+            assert ask.route is not None
+            assert [one.engine for one in ask.route] == [name for _, name in ranks[:MAX_CANDIDATES]]
+        if engine is not None:
+            least = min(max(0, prompt - ask.cached_tokens.get(f"i-{name}", 0)) for _, name in ranks)
+            turn_s = max(outlook.turn_s for outlook in snapshot._outlooks.values())
+            assert snapshot.cost_s(ask) == least / snapshot.tokens_per_s + turn_s
+            snapshot.add(engine.hello.incarnation, ask)
