@@ -42,6 +42,14 @@ LOOK_S: Final = 1.0
 """Seconds between looks at requests that are held back, when nothing else happens."""
 
 
+FEW: Final = 16
+"""Engines of a group of which each report is acted on at once."""
+
+REPORT_S: Final = 5e-5
+"""Times the engines of a larger group, from one look for what they reported to the next. A look costs microseconds for
+each engine, and engines report with each step: at 200 engines it would be all that the gateway does."""
+
+
 @dataclass(frozen=True, slots=True)
 class OverloadStatus:
     """Whether sessions push one another out of the caches of a model's engines. See admission_control.py."""
@@ -73,6 +81,7 @@ class _Group(Generic[E]):
     model: str
     overloaded: bool = False  # as last logged
     look: asyncio.TimerHandle | None = None  # at requests that are held back
+    report: asyncio.TimerHandle | None = None  # a look that reports have led to
     pace: Pace = field(default_factory=Pace)
 
     @property
@@ -138,7 +147,12 @@ class SlotQueue(Generic[E]):
         slots = group.online.engine_slots.get(engine.hello.incarnation)
         if slots is None:
             self._add_slots(group, engine)
-        if slots is None or slots.held_back:
+            self._assign(group)
+        elif len(group.online.engine_slots) > FEW:
+            if group.report is None and (slots.held_back or len(group.batch)):
+                after_s = REPORT_S * len(group.online.engine_slots)
+                group.report = asyncio.get_running_loop().call_later(after_s, self._look_reported, group)
+        elif slots.held_back:
             self._assign(group)
         else:
             self._assign_batch(group)
@@ -280,6 +294,11 @@ class SlotQueue(Generic[E]):
         for incarnation, slots in group.batch.engine_slots.items():
             most = self._settings.batch_slots_per_engine or max(1, slots.engine.hello.max_sequences // self._workers)
             slots.total = 0 if len(group.online) else _left_over(group.online.engine_slots[incarnation], most)
+
+    def _look_reported(self, group: _Group[E]) -> None:
+        group.report = None
+        if group.online.engine_slots:
+            self._assign(group)
 
     # -- overload -----------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from engine.protocol import Load
 from gateway.errors import DeadlineError, EngineLostError, QueueFullError
+from gateway.queues.engine_queue import EngineQueue
+from gateway.queues.slots import FEW
 from tests.fakes.guests import FAR, NORTH, SOUTH, Guests, JumpingLoop, ask, engines, queue_of, run, turn
 from tests.fakes.pipeline import FakeEngine, hello
+from tests.fakes.waiting import until
 
 
 def test_a_free_place_is_taken_without_waiting() -> None:
@@ -327,6 +330,37 @@ def test_an_engine_with_much_to_prefill_is_given_more_when_it_says_that_it_has_l
         await turn()
         assert guests.served == ["first", "second"]
         await guests.go("first", "second")
+
+    run(work)
+
+
+def test_reports_of_many_engines_lead_to_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        here = engines(*(f"e{number}" for number in range(FEW + 1)))
+        guests = Guests(queue_of(places=4), here)
+        for number in range(len(here)):
+            guests.come(f"first-{number}")
+        await turn()
+        for engine in here:
+            engine.load = Load(running=1, prefill_backlog=10_000, prefill_tokens_per_s=1000.0)
+            engine.prefilling = {ask().tenant: 10_000}
+        guests.come("second")
+        await turn()
+        assert "second" not in guests.served
+        looks, assign = [0], EngineQueue.assign
+
+        def counting(queue: EngineQueue[Any], now_s: float) -> Any:
+            looks[0] += queue.name == "online"
+            return assign(queue, now_s)
+
+        monkeypatch.setattr(EngineQueue, "assign", counting)
+        for engine in here:
+            engine.load = Load(running=1, prefill_backlog=400, prefill_tokens_per_s=1000.0)
+            guests.queue.heard(engine)
+        assert looks == [0]
+        await until(lambda: "second" in guests.served)
+        assert looks == [1]
+        await guests.go(*guests.tasks)
 
     run(work)
 
