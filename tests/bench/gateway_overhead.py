@@ -43,7 +43,7 @@ from engine.protocol import TokenizerFiles
 
 CHUNKS = 128
 INTERVAL_S = 0.004
-START_LIMIT_S = 60.0
+START_LIMIT_S = 180.0
 PIECE = "word "
 WORDS = re.findall(
     r"\w+",
@@ -332,11 +332,12 @@ def wait_for_port(port: int) -> None:
             return
 
 
-async def wait_for_answer(url: str) -> None:
+async def wait_for_answer(url: str, key: str = "none") -> None:
     data = body(300, stream=False, max_tokens=1)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession() as session, asyncio.timeout(START_LIMIT_S):
         while True:
-            async with session.post(url, data=data, headers={"Content-Type": "application/json"}) as answer:
+            async with session.post(url, data=data, headers=headers) as answer:
                 if answer.status == 200:
                     return
             await asyncio.sleep(0.05)
