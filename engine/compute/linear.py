@@ -4,9 +4,10 @@ With few rows, an ordinary linear layer reads its weights at a third of the memo
 read at all of it, which decides how fast a CPU decodes. The original weights are freed, so packing costs no memory,
 except where an embedding is tied to the output layer. On a GPU, or where nothing can pack, layers stay as they are.
 
-In float32 a packed layer computes a row the same way, bit for bit, whatever other rows are in the batch; with oneDNN
-only if there are two or more. Operators of torch that are not public are found by name, and missed with a message
-instead of an error: a slower way is taken then. The range of versions that they were seen in is in pyproject.toml.
+In float32 a packed layer computes a row the same way, bit for bit, whatever other rows are in the batch. oneDNN rounds
+a single row otherwise than several on some processors, so it gets that row twice. Operators of torch that are not
+public are found by name, and missed with a message instead of an error: a slower way is taken then. The range of
+versions that they were seen in is in pyproject.toml.
 
 engine/compute/fused.py builds a whole forward of these; engine/compute/model.py packs all other
 models.
@@ -91,20 +92,25 @@ class PackedWeight:
         self._combine: Any = find_operator(_POINTWISE, "binary")
 
     def __call__(self, rows: Tensor) -> Tensor:
-        out: Tensor = self._apply(rows, self._weight, self._bias, "none", [], "")
-        return out
+        out: Tensor = self._apply(_two(rows), self._weight, self._bias, "none", [], "")
+        return out[: len(rows)]
 
     def swish(self, rows: Tensor) -> Tensor:
-        out: Tensor = self._apply(rows, self._weight, self._bias, "swish", [], "")
-        return out
+        out: Tensor = self._apply(_two(rows), self._weight, self._bias, "swish", [], "")
+        return out[: len(rows)]
 
     def multiply(self, rows: Tensor, factor: Tensor) -> Tensor:
-        out: Tensor = self._combine(rows, factor, self._weight, self._bias, "mul")
-        return out
+        out: Tensor = self._combine(_two(rows), _two(factor), self._weight, self._bias, "mul")
+        return out[: len(rows)]
 
     def add(self, rows: Tensor, summand: Tensor) -> Tensor:
-        out: Tensor = self._combine(rows, summand, self._weight, self._bias, "add")
-        return out
+        out: Tensor = self._combine(_two(rows), _two(summand), self._weight, self._bias, "add")
+        return out[: len(rows)]
+
+
+def _two(rows: Tensor) -> Tensor:
+    """(..., features); a single row twice."""
+    return torch.cat((rows, rows)) if rows.numel() == rows.shape[-1] else rows
 
 
 class PackedLinear(nn.Module):
