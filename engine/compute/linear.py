@@ -52,7 +52,7 @@ def is_quick(dtype: torch.dtype) -> bool:
     asks = find_operator(_QUICK[dtype]) if dtype in _QUICK else None
     if not (asks and asks()):
         return False
-    has = getattr(torch.cpu, "get_capabilities", dict)()
+    has: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return has.get("architecture") != "x86_64" or any(has.get(name) for name in _X86[dtype])
 
 

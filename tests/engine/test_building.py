@@ -18,7 +18,7 @@ from tests.fakes.fake_engine import TOKENIZER, make_hello
 
 @pytest.mark.parametrize(("name", "policy"), [("lru", LeastRecentlyUsed), ("hit-density", HitDensity)])
 def test_the_setting_chooses_who_is_evicted(name: Any, policy: type) -> None:
-    settings = EngineSettings(eviction=name, host_bytes=0, disk_bytes=0)
+    settings = EngineSettings(eviction=name, disk_bytes=0)
     hello = make_hello(num_blocks=200)
     cache = KVCache(CacheShape(1, 1, 8, torch.float32), hello.num_blocks, 16, torch.device("cpu"))
     runner: Any = SimpleNamespace(cache=cache, find_not_finite=lambda blocks: [])
