@@ -80,9 +80,10 @@ def test_two_builds_are_equal_and_hold_all_of_the_product_and_no_tests(wheel: Pa
 
 
 def _find_python(version: str) -> str | None:
-    """One on PATH, or one of pyenv."""
+    """One on PATH, one of pyenv, or that of .ci/python.sh."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for python in (f"python{version}", *map(str, pyenv.glob(f"{version}.*/bin/python"))):
+    cached = Path.home() / f".cache/kvasir/python{version}/usr/bin/python{version}"
+    for python in (f"python{version}", *map(str, pyenv.glob(f"{version}.*/bin/python")), str(cached)):
         look = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
         with suppress(OSError):
             if subprocess.run(look, capture_output=True, text=True).stdout.strip() == version:
@@ -108,6 +109,19 @@ def test_a_gateway_runs_in_a_fresh_environment_with_a_redis_of_its_own(
     with Server(tmp_path / "data", "--engines", "0", program=[str(programs / "kvasir")]) as server:
         assert [line for line in server.lines if line.strip().startswith("redis ") and "own, in" in line]
         assert "kvasir_requests_total" in server.get("/metrics")
+
+
+@pytest.mark.parametrize("tool", ["uv", "pipx"])
+def test_tools_that_install_programs_bring_the_command(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    for name, folder in (("UV_TOOL_DIR", "uv"), ("UV_TOOL_BIN_DIR", "bin"), ("PIPX_HOME", "pipx")):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    monkeypatch.setenv("PIPX_BIN_DIR", str(tmp_path / "bin"))
+    before = ("tool", "run", "pipx", "install") if tool == "pipx" else ("tool", "install")
+    _uv(*before, "--python", sys.executable, str(wheel))
+    told = subprocess.run([tmp_path / "bin/kvasir", "--version"], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["kvasir", wheel.name.split("-")[1]]
 
 
 def test_the_wheel_alone_serves_the_demo_model(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
