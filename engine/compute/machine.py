@@ -43,9 +43,9 @@ def choose_threads(wanted: int, cores: int, engines: int = 1) -> int:
 
 def usable_cores(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> int:
     """Whole cores this process may use: the affinity mask, cut to the CPU quota of its cgroup. At least 1."""
-    try:
+    if sys.platform == "linux":
         cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
+    else:
         cores = os.cpu_count() or 1
     quota = quota_cores(root, own)
     return cores if quota is None else max(1, min(cores, math.floor(quota)))

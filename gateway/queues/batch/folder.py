@@ -125,7 +125,7 @@ class JobFolder:
                 with self._appending:
                     offset = os.fstat(file.fileno()).st_size
                     disk.write_all(file.fileno(), body + b"\n")
-                os.fdatasync(file.fileno())
+                os.fsync(file.fileno())
             if not offset:
                 disk.sync_folder(path.parent)
         return offset
