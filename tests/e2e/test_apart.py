@@ -24,9 +24,15 @@ MESSAGE = {
 SMALL = ("--kv-cache-bytes", str(32 << 20), "--dtype", "float32")
 
 
-def an_engine(data_dir: Path, *flags: str) -> Server:
+def with_secret(secret: str) -> str:
+    """A file of settings, whose secrets may not be flags."""
+    return f'[engine]\nsecret = "{secret}"\n'
+
+
+def an_engine(data_dir: Path, *flags: str, secret: str) -> Server:
     """An engine on a port of its own choice, which its `url` tells once it is up."""
-    engine = Server(data_dir, *SMALL, *flags, "--listen", "127.0.0.1:0", command="engine")
+    flags = (*SMALL, *flags, "--listen", "127.0.0.1:0")
+    engine = Server(data_dir, *flags, command="engine", config=with_secret(secret))
     engine.ready_line = r"engine ready: .* on (http://[\d.:]+)"
     return engine
 
@@ -63,16 +69,15 @@ def ready(server: Server, count: int) -> bool:
 
 @pytest.mark.slow
 def test_two_gateways_find_an_engine_in_redis_and_share_its_blocks(tmp_path: Path, own_redis: RedisProcess) -> None:
-    secret = ("--engine-secret", "between-us")
-    shared = ("--redis-url", own_redis.url)
-    ours = (*shared, *secret, "--response-cache-mode", "on")
+    shared, config = ("--redis-url", own_redis.url), with_secret("between-us")
+    ours = (*shared, "--response-cache-mode", "on")
     with (
-        Server(tmp_path / "one", *ours, command="gateway") as one,
-        Server(tmp_path / "two", *ours, command="gateway") as two,
+        Server(tmp_path / "one", *ours, command="gateway", config=config) as one,
+        Server(tmp_path / "two", *ours, command="gateway", config=config) as two,
     ):
         with pytest.raises(openai.NotFoundError):
             cached_tokens(one)
-        with an_engine(tmp_path / "engine", *shared, *secret):
+        with an_engine(tmp_path / "engine", *shared, secret="between-us"):
             for gateway in (one, two):
                 gateway.wait_until(lambda gateway=gateway: ready(gateway, 1), "the engine was found")  # type: ignore[misc]
             assert cached_tokens(one) == 0
@@ -100,9 +105,9 @@ def test_two_gateways_find_an_engine_in_redis_and_share_its_blocks(tmp_path: Pat
 
 @pytest.mark.slow
 def test_an_engine_with_a_secret_turns_others_away(tmp_path: Path) -> None:
-    with an_engine(tmp_path / "e", "--engine-secret", "between-us") as engine:
-        stranger = ("--engine-urls", engine.url, "--engine-secret", "guessed", "--engines-start-timeout-s", "3")
-        with Server(tmp_path / "g", *stranger, command="gateway") as gateway:
+    with an_engine(tmp_path / "e", secret="between-us") as engine:
+        stranger = ("--engine-urls", engine.url, "--engines-start-timeout-s", "3")
+        with Server(tmp_path / "g", *stranger, command="gateway", config=with_secret("guessed")) as gateway:
             assert ready(gateway, 0)
             assert any("401" in line for line in gateway.lines)
             assert not [line for line in gateway.lines + engine.lines if "between-us" in line or "guessed" in line]
