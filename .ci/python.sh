@@ -19,17 +19,18 @@ echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.
 apt="-qq -o APT::Sandbox::User=root -o Dir::Cache::pkgcache= -o Dir::Cache::srcpkgcache= -o Dir::Etc::sourcelist=$work/sid.list -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists=$work/lists"
 packages="python3.14-minimal libpython3.14-minimal libpython3.14-stdlib libc6 libexpat1 zlib1g libssl3t64 libffi8 libbz2-1.0"
 packages+=" liblzma5 libsqlite3-0 libuuid1 libzstd1 libcrypt1"
+unpack() {
+    for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$work/root" || return; done
+    local loader
+    loader=$(cd "$work/root" && find . -name ld-linux-x86-64.so.2 -type f)
+    patchelf --set-interpreter "$there/${loader#./}" --force-rpath --set-rpath "$there/usr/lib/x86_64-linux-gnu" \
+        "$work/root/usr/bin/python3.14" &&
+        mkdir -p "$(dirname "$there")" && rm -rf "$there" && mv "$work/root" "$there" &&
+        "$there/usr/bin/python3.14" -c "import ssl, sqlite3, zlib"
+}
 # shellcheck disable=SC2086  # one word for each option and package
-if ! timeout 120 apt-get $apt update >&2 ||
-    ! (cd "$work/debs" && timeout 120 apt-get $apt download $packages >&2); then
+if ! timeout 120 apt-get $apt update >&2 || ! (cd "$work/debs" && timeout 120 apt-get $apt download $packages >&2) ||
+    ! unpack; then
+    rm -rf "$there"
     say "$missing"
-    exit 0
 fi
-for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$work/root"; done
-loader=$(cd "$work/root" && find . -name 'ld-linux-x86-64.so.2' -type f | head -1)
-libraries=$there/usr/lib/x86_64-linux-gnu
-patchelf --set-interpreter "$there/${loader#./}" --force-rpath --set-rpath "$libraries" "$work/root/usr/bin/python3.14"
-rm -rf "$there"
-mkdir -p "$(dirname "$there")"
-mv "$work/root" "$there"
-"$there/usr/bin/python3.14" -c "import ssl, sqlite3, zlib" || { rm -rf "$there"; say "$missing"; }
