@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.fakes.redis_process import RedisProcess
 
 TESTS = Path(__file__).parent
-ALONE = ("vllm", "tests/chaos/", "test_tenant_timing.py", "test_tenants.py", "test_dashboard.py")
+ALONE = ("vllm", "tests/chaos/", "test_tenant_timing.py", "test_tenants.py")
 """Parts of the ids of slow tests that compare times, or start servers that need all cores."""
 
 settings.register_profile("wander", deadline=None, suppress_health_check=[HealthCheck.too_slow])
