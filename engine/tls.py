@@ -23,8 +23,8 @@ LOOK_S: Final = 2.0
 
 class Certificate:
     """A certificate with its key, for TLS 1.2 and later. With a CA both sides verify the other one by it, whatever its
-    name: an address of a pod says nothing. Then it is TLS 1.3 without tickets, so that nobody resumes what was signed
-    by an earlier CA."""
+    name: an address of a pod says nothing. Then it is TLS 1.3 without tickets, so that no
+    session is resumed that was signed by an earlier CA."""
 
     def __init__(self, setting: str, cert: Path, key: Path, ca: Path | None = None, *, serves: bool = True) -> None:
         """`setting` has named them. `serves` is the end that listens. Raises ConfigError for what cannot be used."""
@@ -75,7 +75,7 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 
 
 class _Handshake(ssl.SSLObject):
-    """asyncio tells nobody of a handshake that fails."""
+    """asyncio reports no handshake that fails."""
 
     def do_handshake(self) -> None:
         try:
@@ -103,7 +103,7 @@ def _load(setting: str, cert: Path, key: Path, ca: Path | None = None, *, serves
                 file.read_bytes()  # ssl does not say which one is missing
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3 if ca else ssl.TLSVersion.TLSv1_2
-            context.load_cert_chain(cert, key, password="")  # so that nobody is asked for one
+            context.load_cert_chain(cert, key, password="")  # else OpenSSL asks at the terminal for one
         _trust(other, ca or cert)
         _shake_hands(server, client)
     except ssl.SSLCertVerificationError as error:

@@ -14,25 +14,12 @@ from array import array
 
 import numpy as np
 
-from engine.compute.model import load_model
-from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
-from engine.pool.blocks import BlockPool
-from engine.protocol import Namespace, Sampling, Submit
-from engine.scheduler import Scheduler
+from engine.protocol import Sampling, Submit
+from tests.bench import forks
 
 
-class Engine:
-    def __init__(self, settings: EngineSettings) -> None:
-        model = load_model(settings)
-        self.runner = ModelRunner(model, settings)
-        pool = BlockPool(self.runner.num_blocks, settings.block_size)
-        namespace = Namespace(weights="", dtype="", kv_dtype="", block_size=settings.block_size)
-        self.scheduler = Scheduler(
-            pool, namespace, settings, context_tokens=model.context_tokens, vocab_size=model.vocab_size
-        )
-        self.random = np.random.default_rng(1)
-
+class Engine(forks.Engine):
     def submit(self, seq: int, length: int, max_tokens: int) -> None:
         tokens = array("I", self.random.integers(10, 4000, length).tolist()).tobytes()
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
