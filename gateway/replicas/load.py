@@ -43,6 +43,10 @@ _NAMES: Final[Mapping[Kind, Mapping[str, str]]] = {
         "decoded": "vllm:generation_tokens_total",
         "prefilled": "vllm:request_prefill_kv_computed_tokens_sum",  # of finished requests, as the next
         "prefill_s": "vllm:request_prefill_time_seconds_sum",
+        "steps": "vllm:inter_token_latency_seconds_count",  # of all sequences
+        "steps before 0.11": "vllm:time_per_output_token_seconds_count",
+        "steps_s": "vllm:inter_token_latency_seconds_sum",
+        "steps_s before 0.11": "vllm:time_per_output_token_seconds_sum",
     },
     "sglang": {
         "running": "sglang:num_running_reqs",
@@ -51,6 +55,8 @@ _NAMES: Final[Mapping[Kind, Mapping[str, str]]] = {
         "prompt": "sglang:prompt_tokens_total",
         "cached": "sglang:cached_tokens_total",
         "decoded": "sglang:generation_tokens_total",
+        "steps": "sglang:inter_token_latency_seconds_count",
+        "steps_s": "sglang:inter_token_latency_seconds_sum",
     },
     "tensorrt-llm": {
         "running": "trtllm_num_requests_running",
@@ -79,8 +85,10 @@ class _Done(NamedTuple):
 
     prefilled: float  # prompt tokens that were computed
     decoded: float
-    timed: float  # prompt tokens that were computed in busy_s
-    busy_s: float
+    timed: float  # prompt tokens that were computed in prefill_s, the requests' times added up
+    prefill_s: float
+    steps: float  # after the first token, of all sequences; `decoded` where it does not say
+    steps_s: float  # of sequences, their times added up; 0 where it does not say
 
 
 class LoadMeter:
@@ -124,12 +132,13 @@ class LoadMeter:
         several ran at a time: the larger one is nearer to what it can do."""
         if passed_s <= 0 or min(done) < 0:  # counters begin anew with the server
             return
-        timed = done.timed / done.busy_s if done.busy_s > 0 else 0.0
-        for name, tokens, measured, least in (
-            ("prefill", done.prefilled, max(timed, done.prefilled / passed_s), LEAST_TOKENS),
-            ("decode", done.decoded, done.decoded / passed_s, 1),
+        prefill = done.timed / done.prefill_s if done.prefill_s > 0 else 0.0
+        decode = done.steps / done.steps_s if done.steps_s > 0 else 0.0
+        for name, enough, measured in (
+            ("prefill", done.prefilled >= LEAST_TOKENS, max(prefill, done.prefilled / passed_s)),
+            ("decode", done.steps >= 1, max(decode, done.decoded / passed_s)),
         ):
-            if tokens >= least:
+            if enough:
                 old = self._rates.get((rank, name), measured)
                 self._rates[rank, name] = old + NEWEST * (measured - old)
 
@@ -145,7 +154,7 @@ def _from_load(load: Mapping[str, Any]) -> tuple[RankLoad, _Done]:
         waiting_tokens=None if waiting is None else whole(waiting),
         decode_tokens_per_s=number(load.get("gen_throughput")),
     )
-    return shown, _Done(tokens, 0.0, tokens, busy_s)
+    return shown, _Done(tokens, 0.0, tokens, busy_s, 0.0, 0.0)
 
 
 def _from_metrics(kind: Kind, metrics: Samples) -> list[tuple[RankLoad, _Done]]:
@@ -160,12 +169,15 @@ def _from_metrics(kind: Kind, metrics: Samples) -> list[tuple[RankLoad, _Done]]:
     running, waiting, used = by_rank("running"), by_rank("waiting"), by_rank("used") or by_rank("used before 0.10")
     prompt, cached, decoded = by_rank("prompt"), by_rank("cached"), by_rank("decoded")
     prefilled, prefill_s = by_rank("prefilled"), by_rank("prefill_s")
+    steps = by_rank("steps") or by_rank("steps before 0.11")
+    steps_s = by_rank("steps_s") or by_rank("steps_s before 0.11")
     found = []
     for rank in sorted(running)[:MAX_RANKS]:
         load = RankLoad(whole(running[rank]), whole(waiting.get(rank)), used.get(rank, 0.0))
         computed = max(0.0, prompt.get(rank, 0.0) - cached.get(rank, 0.0))
-        timed = prefilled.get(rank, 0.0), prefill_s.get(rank, 0.0)
-        found.append((load, _Done(computed, decoded.get(rank, 0.0), *timed)))
+        tokens = decoded.get(rank, 0.0)
+        timed = prefilled.get(rank, 0.0), prefill_s.get(rank, 0.0), steps.get(rank, tokens), steps_s.get(rank, 0.0)
+        found.append((load, _Done(computed, tokens, *timed)))
     return found
 
 

@@ -86,6 +86,24 @@ async def test_rates_are_moving_averages_of_what_was_done() -> None:
     assert rates == [pytest.approx(each) for each in expected]
 
 
+async def test_a_server_that_is_mostly_idle_is_no_slower_for_it() -> None:
+    """A decode rate of what was wanted in place of what it can would send a prompt away from the server that has it."""
+    clock = Clock()
+
+    def shown(decoded: float, steps: float, steps_s: float) -> dict[str, float]:
+        latency = "vllm:inter_token_latency_seconds"
+        return counters(0, 0, decoded) | {f"{latency}_count": steps, f"{latency}_sum": steps_s}
+
+    async with asked("vllm", ranks=[shown(0, 0, 0)]) as (server, session):
+        meter, rates = LoadMeter(server.settings(), clock), []
+        # One answer of four tokens; one of one token, which says nothing; 16 sequences at a time.
+        for values in (shown(0, 0, 0), shown(4, 3, 0.03), shown(5, 3, 0.03), shown(405, 378, 3.78)):
+            server.ranks = [values]
+            rates.append((await meter.read(session))[0].decode_tokens_per_s)
+            clock.now_s += 1.0
+    assert rates == [pytest.approx(rate) for rate in (0.0, 100.0, 100.0, 190.0)]
+
+
 async def test_a_server_that_shows_nothing_has_no_load() -> None:
     async with asked("sglang", answers={"/v1/loads": 404, "/metrics": 404}) as (server, session):
         assert await LoadMeter(server.settings()).read(session) == ()
