@@ -35,7 +35,7 @@ class Sequence:
 
     tokens        prompt, then what was generated; array("I")
     digests       chain digests of the leading full blocks of `tokens`; the loop extends them while decoding
-    block_table   pool block of each logical block; covers at least num_computed tokens while RUNNING
+    block_table   int32, pool block of each logical block; covers at least num_computed tokens while RUNNING
     num_computed  leading tokens whose keys and values are written
     """
 
@@ -58,7 +58,7 @@ class Sequence:
     arrived_s: float = 0.0  # monotonic clock
     scheduled_s: float | None = None  # when the first step that served it began
     status: Status = Status.WAITING
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=lambda: array("i"))
     num_computed: int = 0
     num_registered: int = 0  # leading blocks of block_table that the pool can find by digest
     cached_tokens: int | None = None  # prompt tokens reused at the first admission; later admissions do not change it

@@ -7,6 +7,7 @@ below them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -82,7 +83,7 @@ class BlockTables:
         fresh = self.pool.allocate(missing, _taker(sequence))
         assert fresh is not None, "the pool gave fewer blocks than it said it has"
         self._chains[sequence] = _Chain(tip=reused[-1] if reused else None, broken=not sequence.use_cache)
-        sequence.block_table = reused + fresh
+        sequence.block_table = array("i", reused + fresh)
         sequence.num_computed = len(reused) * size
         sequence.num_registered = len(reused)
         sequence.restored = False
@@ -111,7 +112,7 @@ class BlockTables:
         chain = self._chains[sequence] = _Chain(broken=broken)
         if found and not broken:  # the source may hold a private copy of what is found
             self._move_tip(chain, found[-1], lent=found[-1] != shared[-1])
-        sequence.block_table = shared + fresh
+        sequence.block_table = shared + array("i", fresh)
         sequence.num_computed = sequence.num_tokens
         sequence.num_registered = len(found)
         sequence.prompt_logprobs = source.prompt_logprobs
@@ -122,7 +123,7 @@ class BlockTables:
         when there are too few."""
         missing = self.blocks_for(sequence.num_tokens + ahead) - len(sequence.block_table)
         fresh = self.pool.allocate(max(0, missing), _taker(sequence))
-        sequence.block_table += fresh or []
+        sequence.block_table.extend(fresh or ())
         return fresh
 
     def register(self, sequence: Sequence) -> None:
@@ -161,7 +162,7 @@ class BlockTables:
         self.pool.release(sequence.block_table)
         if chain.lent and chain.tip is not None:
             self.pool.release([chain.tip])
-        sequence.block_table = []
+        sequence.block_table = array("i")
         sequence.num_computed = sequence.num_registered = sequence.num_followed = 0
 
     def quarantine(self, sequence: Sequence) -> int:

@@ -7,6 +7,7 @@ engine/compute/attention.py reads the spans. Numpy only.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,13 +26,13 @@ class Span:
     count  rows
     asked  the last ones, whose logits are wanted
     start  position of the first row in its sequence; the last row attends to positions 0 .. start + count - 1
-    table  pool block of each logical block; covers start + count tokens
+    table  int32, pool block of each logical block; covers start + count tokens
     """
 
     row: int
     count: int
     start: int
-    table: list[int]
+    table: array[int]
     asked: int = 1
 
     @property

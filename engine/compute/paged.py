@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -72,7 +73,7 @@ class PagedAttention:
         size = cache.block_size
 
         # 1. Tables one after the other, and the position of each row.
-        tables: list[int] = []
+        tables = array("i")
         starts: list[int] = []
         for span in spans:
             starts.append(len(tables))
@@ -109,7 +110,7 @@ class PagedAttention:
         self._held: list[Any] = [  # what the call points to
             index.astype(np.int32),
             positions,
-            np.array(tables, np.int32),
+            np.frombuffer(tables, np.int32),
             (Item * len(items))(*(Item(*item) for item in items)),
             results_at,
             results,
@@ -230,7 +231,7 @@ def find_common(spans: list[Span], block_size: int) -> Iterator[tuple[list[int],
         yield members, blocks // least * least * block_size
 
 
-def _alike(one: list[int], other: list[int], most: int) -> int:
+def _alike(one: array[int], other: array[int], most: int) -> int:
     """Leading entries that are the same, at most `most`."""
     low, high = 0, most
     while low < high:

@@ -115,7 +115,7 @@ def compare(
     texts = _texts(module)
     device = texts[0].device
     cache = KVCache(shape, num_blocks=16, block_size=BLOCK_SIZE, device=device)
-    tables = ([9, 3, 4, 11, 0, 7], [1, 14, 2])
+    tables = array("i", [9, 3, 4, 11, 0, 7]), array("i", [1, 14, 2])
     sequences = [
         Sequence("probe", i, array("I", text.tolist()), len(text), [], Sampling(max_tokens=1), block_table=table)
         for i, (text, table) in enumerate(zip(texts, tables, strict=True))

@@ -181,8 +181,8 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """One step of a few tokens, and one of a single token, in blocks that are zeroed before anyone uses them."""
         count = min(self._block_size + 1, self.model.context_tokens - 1)
-        tokens = array("I", [0] * (count + 1))
-        sequence = Sequence("", 0, tokens, count, [], Sampling(max_tokens=1, temperature=0.0), block_table=[0, 1])
+        tokens, table = array("I", [0] * (count + 1)), array("i", [0, 1])
+        sequence = Sequence("", 0, tokens, count, [], Sampling(max_tokens=1, temperature=0.0), block_table=table)
         self.run(Step([Work(sequence, 0, count, samples=True)], [0, 1]))
         self.run(Step([Work(sequence, count, 1, samples=True)]))
         self.cache.zero([0, 1])

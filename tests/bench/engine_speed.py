@@ -82,7 +82,7 @@ class Ours:
             self._next_block = 0
         table += range(self._next_block, self._next_block + fresh)
         self._next_block += fresh
-        return Sequence("", 0, array("I", ids), len(ids), [], GREEDY, block_table=table)
+        return Sequence("", 0, array("I", ids), len(ids), [], GREEDY, block_table=array("i", table))
 
     def prefill(self, sequence: Sequence, start: int = 0) -> None:
         """Computes the rest of a prompt in the scheduler's steps and appends the first token."""

@@ -56,7 +56,7 @@ def score(runner: ModelRunner, ids: list[int]) -> torch.Tensor:
     size = runner.cache.block_size
     table = list(range(-(-len(ids) // size)))
     runner.cache.zero(table)
-    sequence = Sequence("", 0, array("I", ids), len(ids), [], ASKS, block_table=table)
+    sequence = Sequence("", 0, array("I", ids), len(ids), [], ASKS, block_table=array("i", table))
     rows, chunk = [], 256
     for start in range(0, len(ids), chunk):
         batch: Batch = make_batch(Step([Work(sequence, start, min(chunk, len(ids) - start), samples=True)]), size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import pairwise
 
 from engine.planner import BATCH_TURN_STEPS
@@ -80,7 +81,7 @@ def test_what_a_preempted_batch_sequence_leased_is_kept_and_read_by_it_again() -
         bench.step()
     bench.submit(2, prompt(50, 1), max_tokens=4)  # does not fit beside it
     bench.step()
-    assert (bench.scheduler.counters.preemptions, batch.block_table) == (1, [])
+    assert (bench.scheduler.counters.preemptions, batch.block_table) == (1, array("i"))
     while not bench.of(2)[-1].finish:
         bench.step()
     bench.runner.steps.clear()

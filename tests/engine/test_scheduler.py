@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -384,7 +385,7 @@ def test_a_preempted_sequence_reuses_its_own_blocks() -> None:
         bench.step()
     bench.submit(2, prompt(4, 1), max_tokens=1)
     bench.step()
-    assert (batch.num_computed, batch.block_table, batch.num_generated) == (0, [], 4)
+    assert (batch.num_computed, batch.block_table, batch.num_generated) == (0, array("i"), 4)
     bench.runner.steps.clear()
     bench.step()
     assert bench.runner.steps == [[(1, 28, 6, True)]]

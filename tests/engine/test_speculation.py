@@ -403,7 +403,7 @@ def test_the_budget_of_the_cache_is_for_both_models() -> None:
     both = load(settings.model_copy(update={"draft_model": str(MODEL_DIR)}))[1]
     assert both.num_blocks == pytest.approx(alone.num_blocks / 2, abs=1)
     sequence = Sequence("", 0, array("I", PROMPT), 40, [], Sampling(max_tokens=20, temperature=0.0), num_computed=44)
-    sequence.block_table = [0, 1, 2, 3]
+    sequence.block_table = array("i", [0, 1, 2, 3])
     both.run(Step([Work(sequence, 0, 44, samples=False)]))
     (drafted,) = both.run(Step([Work(sequence, 44, 1, samples=True, wanted=5)]))
     assert isinstance(drafted, list)

@@ -197,7 +197,8 @@ class Driver:
         if scattered:
             fresh = fresh[::2][::-1] + fresh[1::2]
         self.runner.cache.zero(fresh) if fresh else None
-        return Sequence("", 0, array("I", ids), len(ids), [], sampling, adapter=adapter, block_table=table + fresh)
+        blocks = array("i", table + fresh)
+        return Sequence("", 0, array("I", ids), len(ids), [], sampling, adapter=adapter, block_table=blocks)
 
     def run(self, *work: Work, fresh: list[int] | None = None) -> list[int | None]:
         """One step; appends what was sampled."""

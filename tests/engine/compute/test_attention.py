@@ -109,7 +109,7 @@ def test_zeroing_touches_the_named_blocks_only(blocks: list[int]) -> None:
 
 def test_padding_rows_are_not_written_and_come_back_as_zero() -> None:
     cache = KVCache(CacheShape(1, 2, 8, torch.float32), 4, 16, CPU)
-    sequence = Sequence("", 0, array("I", [5]), 1, [], Sampling(max_tokens=1), block_table=[2])
+    sequence = Sequence("", 0, array("I", [5]), 1, [], Sampling(max_tokens=1), block_table=array("i", [2]))
     attention = StepAttention(cache, make_batch(Step([Work(sequence, 0, 1, samples=True)]), 16))
     out = attention.layer(0, torch.ones(2, 4, 8), torch.ones(2, 2, 2, 8))
     assert out[0].eq(1).all()

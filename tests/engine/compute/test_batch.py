@@ -21,7 +21,7 @@ def test_every_token_gets_its_id_its_position_and_its_slot(data: st.DataObject) 
         length = data.draw(st.integers(1, 40))
         tokens = array("I", data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=length, max_size=length)))
         table = [next(blocks) for _ in range(-(-length // size))]
-        sequence = Sequence("", 0, tokens, length, [], Sampling(max_tokens=1), block_table=table)
+        sequence = Sequence("", 0, tokens, length, [], Sampling(max_tokens=1), block_table=array("i", table))
         start = data.draw(st.integers(0, length - 1))
         count = data.draw(st.integers(1, length - start))
         drafts = tuple(tokens[start + data.draw(st.integers(1, count)) : start + count])  # yet to come
@@ -41,7 +41,7 @@ def test_every_token_gets_its_id_its_position_and_its_slot(data: st.DataObject) 
 
 
 def test_a_sequence_can_grow_while_its_batch_is_alive() -> None:
-    sequence = Sequence("", 0, array("I", [1, 2, 3]), 3, [], Sampling(max_tokens=1), block_table=[0])
+    sequence = Sequence("", 0, array("I", [1, 2, 3]), 3, [], Sampling(max_tokens=1), block_table=array("i", [0]))
     batch = make_batch(Step([Work(sequence, 0, 3, samples=True)]), 4)
     sequence.tokens.append(4)  # raises BufferError when the batch still looks into it
     assert batch.tokens.tolist() == [1, 2, 3]

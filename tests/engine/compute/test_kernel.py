@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def test_every_instruction_set_equals_the_slow_twin_and_a_row_is_the_same_alone(
         count = data.draw(st.sampled_from([1, 1, 2, 5, 20, 130]))
         table = list(shared) if start >= len(shared) * size else []
         table += [free.pop() for _ in range(-(-(start + count) // size) - len(table))]
-        spans.append(Span(spans[-1].row + spans[-1].count if spans else 0, count, start, table))
+        spans.append(Span(spans[-1].row + spans[-1].count if spans else 0, count, start, array("i", table)))
     num_heads = kv_heads * group
     query = torch.randn(spans[-1].row + spans[-1].count, num_heads, head_dim, generator=generator).to(computed)
     want = torch.full_like(query, float("nan"))
@@ -73,7 +74,7 @@ def test_every_instruction_set_equals_the_slow_twin_and_a_row_is_the_same_alone(
 @needs_library
 def test_the_quickest_variant_that_the_processor_has_is_taken() -> None:
     cache = KVCache(CacheShape(1, 1, 64, torch.float32), 4, 16, CPU)
-    plan = PagedAttention(cache, [Span(0, 1, 3, [1])], 1)
+    plan = PagedAttention(cache, [Span(0, 1, 3, array("i", [1]))], 1)
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     assert VARIANTS[plan.call.variant] == (
         "avx512" if " avx512f" in flags and " avx512vl" in flags else "avx2" if " avx2" in flags else
@@ -139,7 +140,7 @@ def test_without_a_compiler_torch_attends() -> None:
     cache.data.normal_(generator=torch.Generator().manual_seed(3))
     assert not can_attend(cache)
     assert kernel.library_digest() == "none"
-    span, query = Span(0, 3, 20, [7, 3]), torch.randn(3, 4, 64)
+    span, query = Span(0, 3, 20, array("i", [7, 3])), torch.randn(3, 4, 64)
     nothing = np.zeros(3, np.int64)
     got = StepAttention(cache, Batch(nothing, nothing, nothing, nothing, [span], nothing[:0])).attend(0, query)
     seen = cache.layers[0][[*range(112, 128), *range(48, 55)]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def make_spans(*shapes: tuple[int, int, list[int]]) -> list[Span]:
     """(start, count, table) of each, one after the other."""
     spans: list[Span] = []
     for start, count, table in shapes:
-        spans.append(Span(spans[-1].row + spans[-1].count if spans else 0, count, start, table))
+        spans.append(Span(spans[-1].row + spans[-1].count if spans else 0, count, start, array("i", table)))
     return spans
 
 
