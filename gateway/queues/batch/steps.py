@@ -34,6 +34,9 @@ CHUNK_BYTES: Final = 1 << 20
 SLICE_S: Final = 0.5
 """Of planning one job, before those of other tenants have their turn."""
 
+LOST_S: Final = 600.0
+"""That a job waits for results of lines that are done, before it fails."""
+
 HELD_UP_S: Final = 30.0
 """Until a job is tried again that found no room."""
 
@@ -55,6 +58,11 @@ class HeldUpError(Exception):
         self.retry_s = retry_s
 
 
+class _MissingError(HeldUpError):
+    """Fewer lines have a result than were counted."""
+
+
+_LOST: Final = JobError("server_error", "Results of this batch were lost, for a fault of the server.")
 _UNREADABLE: Final = JobError("server_error", "The input could not be read, for a fault of the server.")
 
 
@@ -200,6 +208,12 @@ class Steps:
                 await self._put_results(job)
         except OverloadedError:
             raise
+        except _MissingError:
+            if self._now() - max(job.reached.values()) < LOST_S:
+                raise
+            log.error("results of a batch of %s are lost: somebody removed them from Redis", job.tenant)
+            await self._jobs.put(states.failed(job, [_LOST], self._now()))
+            return
         except (QuotaError, StorageError) as error:
             await self._hold_up(job, JobError(error.code or "storage_error", error.message), HELD_UP_S)
         ids = (output if has_output else None, errors if has_errors else None)
@@ -218,14 +232,21 @@ class Steps:
             await asyncio.to_thread(self._folder.put_results, job, part)
 
     async def _results(self, job: Job, kinds: Collection[Kind]) -> AsyncGenerator[bytes]:
-        """JSON lines, in the order of the job's. Lines without a result were dropped."""
-        dropped = Result("cancelled" if job.counts.cancelled else "expired")
-        start = 0
-        while start < job.counts.total:
-            await self._lease(job.id)
-            count = min(WRITE_AT_ONCE, job.counts.total - start)
+        """JSON lines, in the order of the job's. Lines without a result were dropped, as many as were counted. There
+        are more of them when Redis failed over after the counts were read, or another gateway has closed the job: then
+        its record and counts are to be read again. Raises HeldUpError."""
+        counts, start = job.counts, 0
+        dropped = Result("cancelled" if counts.cancelled else "expired")
+        missing = -counts.cancelled - counts.expired
+        while start < counts.total:
+            if not await self._lease(job.id):
+                raise HeldUpError("another gateway writes its results", AWAY_S)
+            count = min(WRITE_AT_ONCE, counts.total - start)
             results = [one or dropped for one in await self._lines.results(job.id, start, count)]
             del results[num_fitting([one.num_bytes for one in results], CHUNK_BYTES) :]
+            missing += sum(one.kind in ("cancelled", "expired") or one is dropped for one in results)
+            if missing > 0:
+                raise _MissingError("results of lines that are done are missing", AWAY_S)
             if chunk := await asyncio.to_thread(self._written, job, start, results, kinds):
                 yield chunk
             start += len(results)

@@ -12,7 +12,8 @@ import pytest
 from gateway.errors import BadRequestError, NotFoundError, QuotaError
 from gateway.queues.batch import steps
 from gateway.queues.batch.base import Counts, Job, JobError, LinePlan
-from gateway.queues.batch.steps import PATIENCE_S
+from gateway.queues.batch.lines import Result
+from gateway.queues.batch.steps import LOST_S, PATIENCE_S
 from gateway.queues.batch.worker import STEPS_AT_ONCE
 from tests.fakes.batches import QUICK, START_S, FakeRunner, Lane, Life, rows, until_holding
 from tests.fakes.waiting import until
@@ -255,6 +256,35 @@ class SlowPlanner(FakeRunner):
         self.planned.append(job.tenant)
         self.planning -= 1
         return await super().plan(job, row)
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_results_that_are_missing_are_looked_for_again_before_they_are_given_up(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch, in_files: bool, comes_back: bool
+) -> None:
+    """A fail-over between the counts of a job and its results: the new primary has not heard of the last lines yet."""
+    monkeypatch.setattr("gateway.queues.batch.steps.AWAY_S", 0.01)
+    whole, looks = lane.lines.results, 0
+
+    async def results(job: str, start: int, count: int) -> list[Result | None]:
+        nonlocal looks
+        looks += 1
+        found = await whole(job, start, count)
+        return found if comes_back and looks > 3 else [*found[:-1], None]
+
+    monkeypatch.setattr(lane.lines, "results", results)
+    job = await lane.create(rows(3), in_files=in_files)
+    async with lane.gateway(FakeRunner()):
+        await until(lambda: looks >= 3)
+        assert comes_back or not (await lane.found(job)).has_ended
+        lane.now_s += 0 if comes_back else LOST_S
+        job = await lane.ended(job)
+    if comes_back:
+        assert (job.state, job.counts) == ("completed", Counts(3, succeeded=3))
+    else:
+        assert (job.state, [error.code for error in job.errors]) == ("failed", ["server_error"])
+    assert [row["id"] for row in await lane.results(job)] == (["0", "1", "2"] if comes_back else [])
 
 
 async def test_large_jobs_of_one_tenant_do_not_keep_the_job_of_another_from_being_planned(
