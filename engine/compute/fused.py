@@ -162,6 +162,7 @@ class FusedForward:
         plan: PagedAttention,
         rows: Tensor,
     ) -> Tensor:
+        assert len(tokens) == len(attention.slots), "a row that is padding has no slot to be written to"
         hidden, end = self._embed(tokens), len(self._layers)
         state = torch.empty(len(hidden), self._heads + 2 * self._kv_heads, self._head_dim)
         attended = torch.empty(len(hidden), self._heads * self._head_dim)

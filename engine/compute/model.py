@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -73,6 +73,7 @@ class LoadedModel:
     vocab_size: int
     eos_ids: tuple[int, ...]
     tokenizer: TokenizerFiles
+    _: KW_ONLY
     cost: Cost | None = None  # of its steps; None: not known
     quantization: str = ""  # of weights that were quantised here: int8, int4
     is_fused: bool = False  # by engine/compute/fused.py; else transformers' own forward with packed linear layers

@@ -58,7 +58,7 @@ def make_runner(dtype: torch.dtype, threads: int) -> ModelRunner:
     shape, forward, is_fused, _ = prepare(make_model(dtype), "bench", CONTEXT)
     files = TokenizerFiles("", None, {}, add_bos=False)
     cpu = torch.device("cpu")
-    model = LoadedModel("bench", forward, cpu, dtype, shape, "", CONTEXT, 32_000, (), files, is_fused)
+    model = LoadedModel("bench", forward, cpu, dtype, shape, "", CONTEXT, 32_000, (), files, is_fused=is_fused)
     settings = EngineSettings(kv_cache_bytes=256 << 20, block_size=BLOCK_SIZE)
     return ModelRunner(model, settings, threads=threads)
 

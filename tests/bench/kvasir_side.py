@@ -42,7 +42,7 @@ class Side:
         collapse()  # as engine.model.load_model does
         files = TokenizerFiles("", None, {}, add_bos=False)
         cpu, vocab = torch.device("cpu"), module.config.vocab_size
-        model = LoadedModel("bench", forward, cpu, dtype, shape, "bench", context, vocab, (), files, is_fused)
+        model = LoadedModel("bench", forward, cpu, dtype, shape, "bench", context, vocab, (), files, is_fused=is_fused)
         runner = ModelRunner(model, settings)
         runner.cache.data.zero_()  # takes the memory from the system now, as vLLM does when it starts
         pool = BlockPool(runner.num_blocks, settings.block_size)
