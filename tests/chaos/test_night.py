@@ -7,9 +7,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+
+from tests.chaos.night.checks import Watch, check_watch
+from tests.chaos.night.load import Load
+from tests.chaos.night.site import Place
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 900.0
@@ -31,6 +36,19 @@ def night(folder: Path, *options: str) -> dict[str, Any]:
 
 
 DIALECTS = ("chat", "completions", "responses", "messages", "gemini")
+
+
+@pytest.mark.parametrize(("leak", "grows"), [(0.0, False), (0.05, True)])
+def test_a_leak_is_seen_in_long_lives_and_no_saw_tooth_is_one(leak: float, grows: bool) -> None:
+    """Of an hour: memory that goes up and down by a tenth in the time of a sweep, and lives too short to tell."""
+    watch = Watch(cast("Place", None))
+    for at in range(0, 3600, 5):
+        saw_tooth = 0.1 * (at % 300) / 300
+        watch.sizes["memory MiB", "worker", 1].append((at, 100 * (1 + saw_tooth + leak * at / 3600)))
+        watch.sizes["memory MiB", "worker", 2 + at // 180].append((at, 50 + at % 180))  # filling memos
+    load = SimpleNamespace(violations=[], violate=lambda what, why: load.violations.append((what, why)))
+    check_watch(cast("Load", load), watch, 3600.0)
+    assert bool(load.violations) is grows
 
 
 def test_some_faults_break_no_promise(tmp_path: Path) -> None:

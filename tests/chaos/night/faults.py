@@ -29,6 +29,9 @@ SOON_S: Final = (1.0, 3.0)
 """Until what was killed is started again."""
 STOP_S: Final = (1.0, 6.0)
 CUT_S: Final = (2.0, 7.0)
+SPARED_AFTER_S: Final = 600.0
+"""After which the second gateway and engine are killed no more: whether something grows is seen in a long life. All
+else goes on happening to them."""
 BACK_S: Final = 60.0
 TABLE: Final = "kvasir_night"
 
@@ -52,6 +55,7 @@ class Faults:
 
     def __init__(self, place: Place, dice: random.Random, *, nft: bool, mounted: bool) -> None:
         self._place, self._dice = place, dice
+        self._begun_s = time.monotonic()
         self.log: list[Fault] = []
         self._hurt: set[str] = set()
         kinds: dict[str, Callable[[], Awaitable[None]]] = {
@@ -120,8 +124,13 @@ class Faults:
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    async def _kill_gateway(self) -> None:
+    def _victim(self) -> int:
+        """Of two."""
         number = self._dice.randrange(2)
+        return number if time.monotonic() < self._begun_s + SPARED_AFTER_S else 0
+
+    async def _kill_gateway(self) -> None:
+        number = self._victim()
         gateway = self._place.gateways[number]
         async with self._hurting("kill gateway", gateway.name, gateway=number) as fault:
             if fault is None:
@@ -133,7 +142,7 @@ class Faults:
             await self._place.wait_ready(gateway)
 
     async def _kill_worker(self) -> None:
-        number = self._dice.randrange(2)
+        number = self._victim()
         gateway = self._place.gateways[number]
         async with self._hurting("kill worker", gateway.name, gateway=number) as fault:
             if fault is None or not (workers := gateway.workers()):
@@ -143,7 +152,7 @@ class Faults:
             await self._place.wait_ready(gateway)
 
     async def _kill_engine(self) -> None:
-        engine = self._dice.choice(self._place.engines)
+        engine = self._place.engines[self._victim()]
         async with self._hurting("kill engine", engine.name) as fault:
             if fault is not None:
                 await asyncio.to_thread(engine.kill)

@@ -315,9 +315,13 @@ class Load:
             ids = (found.get("output_file_id"), found.get("error_file_id"))
             self.uploaded |= {one for one in ids if one}
             paths = [f"/v1/files/{file_id}/content" for file_id in ids if file_id]
-        texts = [await self._call(session, batch.tenant, "GET", one, batch.dialect) for one in paths]
+        since_s = batch.made_s if batch.dialect == "messages" else None  # files are not lost with a record
+        texts = [await self._call(session, batch.tenant, "GET", one, batch.dialect, since_s) for one in paths]
         if None in texts:
             return False
+        if {"missing": True} in texts:
+            batch.state = "lost with a fail-over"
+            return True
         for text in texts:
             for line in bytes(text).splitlines():
                 row = json.loads(line)

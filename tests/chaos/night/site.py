@@ -30,6 +30,8 @@ LIMITED: Final = "east"
 FLUSH_S: Final = 1.0
 MAX_IN_FLIGHT: Final = 8
 """Lines of batches that a gateway works on."""
+MEMO_BYTES: Final = 9 << 20
+"""Of each memo of a worker: they are full within minutes, and what grows then is a leak."""
 START_LIMIT_S: Final = 240.0
 WORKERS: Final = 2
 
@@ -51,6 +53,7 @@ folder = "{disk}/batches"
 lease_s = 3.0
 max_attempts = 50
 max_in_flight = {max_in_flight}
+keep_s = 300.0
 [ledger]
 flush_s = {flush_s}
 [queue]
@@ -59,6 +62,10 @@ max_wait_s = 20.0
 ttl_s = 30.0
 upstreams = "on"
 truncated = true
+max_memory_bytes = {memo_bytes}
+max_rendered_bytes = {memo_bytes}
+[prompt]
+memo_bytes = {memo_bytes}
 """
 UPSTREAM: Final = """
 [[upstreams]]
@@ -176,6 +183,7 @@ class Place:
             flush_s=FLUSH_S,
             max_in_flight=MAX_IN_FLIGHT,
             workers=WORKERS,
+            memo_bytes=MEMO_BYTES,
         )
         for tenant, key in TENANTS.items():
             text += f'[[tenants]]\nname = "{tenant}"\nkeys = ["{key}"]\n'
