@@ -42,9 +42,9 @@ class PrefixIndex:
         """Leading blocks of `digests` that each of `incarnations` holds.
 
         digests  packed chain digests, DIGEST_BYTES each, first block first
-        An incarnation that is known is in the answer, with 0 when it holds none of them; another one is left out. The
-        answer is empty when there are no digests or no incarnations. Each incarnation costs Redis two commands or more,
-        so it is asked only about those that memory does not know.
+        An incarnation that is known is in the answer, with 0 when it holds none of them; another one is left out, but
+        for what it computed a moment ago. The answer is empty when there are no digests or no incarnations. Each
+        incarnation costs Redis two commands or more, so it is asked only about those that memory does not know.
         """
         if not digests or not incarnations:
             return {}
@@ -58,7 +58,8 @@ class PrefixIndex:
                     held |= {name: count for name, count in zip(names, counts, strict=True) if count >= 0}
         if not self._recent:
             return held
-        return {name: self._recent.extend(name, digests, count) for name, count in held.items()}
+        found = {name: self._recent.extend(name, digests, held.get(name, 0)) for name in incarnations}
+        return {name: count for name, count in found.items() if count or name in held}
 
     def recall(self, incarnation: str, digests: bytes) -> int | None:
         """Leading blocks of `digests` that one incarnation holds, as memory has it: newer than what Redis has, by what

@@ -88,6 +88,15 @@ async def test_without_a_redis_memory_answers() -> None:
     await index.close()
 
 
+async def test_what_was_computed_a_moment_ago_is_known_while_neither_memory_nor_redis_knows_the_engine() -> None:
+    """Redis is down, or another gateway begins to follow the engine's events: the next turn must go where it was."""
+    index = PrefixIndex(MemoryIndex(), None, retry_s=RETRY_S)
+    index.computed("a", PROMPT[:48])
+    assert dict(await index.find("m", PROMPT, ["a", "b"])) == {"a": 3}
+    index.drop("a")
+    assert dict(await index.find("m", PROMPT, ["a", "b"])) == {}
+
+
 async def test_an_outage_is_said_once_and_so_is_its_end(
     own_redis: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
