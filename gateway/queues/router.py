@@ -235,8 +235,7 @@ class _Outlook(Generic[E]):
         self.slots = most if most < total else total
         # n answers of that length end in length * n / rate seconds: one every length / rate.
         self.turn_s = ASSUMED_COMPLETION_TOKENS / decode_tokens_per_s
-        excess = self.busy + 1 - self.slots  # as in _set_wait, without a call
-        self.wait_s = self.step_s + self.backlog_s + (excess * self.turn_s if excess > 0 else 0.0)
+        self._set_wait()
 
     def _set_wait(self) -> None:
         excess = self.busy + 1 - self.slots
