@@ -205,8 +205,7 @@ class Faults:
                 await until(self._is_whole, BACK_S)
 
     async def _is_whole(self) -> bool:
-        node = await asyncio.to_thread(self._place.primary)
-        whole = node is not None and await asyncio.to_thread(self._place.is_named, node)
+        whole = await asyncio.to_thread(self._place.is_whole)
         if not whole:
             await asyncio.sleep(0.2)
         return whole

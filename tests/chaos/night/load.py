@@ -81,6 +81,8 @@ class Batch:
     made_s: float
     wanted: Counter[str]
     dialect: str
+    lost_s: float = 0.0  # when it was known to be lost
+    undone_s: float = 0.0  # when its end was known to be undone
     rows: Counter[str] = field(default_factory=Counter)
     used: list[int] = field(default_factory=lambda: [0, 0])
     state: str = ""
@@ -299,6 +301,7 @@ class Load:
             await asyncio.sleep(1.0)
             found = await self._call(session, batch.tenant, "GET", path, batch.dialect, missing_since_s=batch.made_s)
             if found is not None:
+                batch.lost_s = time.monotonic() if found.get("missing") else batch.lost_s
                 batch.state = found.get("status") or found.get("processing_status") or "lost with a fail-over"
                 if found.get("missing"):
                     return
@@ -320,8 +323,11 @@ class Load:
         if None in texts:
             return False
         if {"missing": True} in texts:
-            batch.state = "lost with a fail-over"
+            batch.state, batch.lost_s = "lost with a fail-over", time.monotonic()
             return True
+        if {"undone": True} in texts:
+            batch.undone_s = time.monotonic()
+            return False
         for text in texts:
             for line in bytes(text).splitlines():
                 row = json.loads(line)
@@ -384,7 +390,8 @@ class Load:
         missing_since_s: float | None = None,
         **what: Any,
     ) -> Any:
-        """JSON or bytes; None of what was refused. With `missing_since_s` a 404 is {"missing": True}, for checks.py."""
+        """JSON or bytes; None of what was refused. With `missing_since_s` a 404 is {"missing": True}, and results
+        whose end a fail-over has undone are {"undone": True}, for checks.py."""
         gateway = self._dice.randrange(2)
         sent = Sent(tenant, gateway, f"{method} {path.split('/')[2]}", time.monotonic())
         self.sent.append(sent)
@@ -395,6 +402,9 @@ class Load:
                 if answer.status == 404 and missing_since_s is not None:
                     sent.outcome = "answered"
                     return {"missing": True}
+                if answer.status == 400 and missing_since_s is not None and b"has no results yet" in body:
+                    sent.outcome = "answered"
+                    return {"undone": True}
                 if answer.status != 200:
                     sent.outcome = "refused"
                     if why := dialects.refused(dialect, answer.status, answer.headers, body):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import redis
@@ -256,10 +256,18 @@ class Place:
         return None
 
     def is_named(self, node: RedisNode) -> bool:
-        """Whether all sentinels name it as the primary, and no fail-over runs."""
-        with suppress(redis.RedisError, OSError, TypeError):
-            named = [_ask(one, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster") for one in self.fleet.sentinels]
-            return all(int(found[1]) == node.port for found in named)
+        """Whether all sentinels name it as the primary and find nothing wrong with it."""
+        with suppress(redis.RedisError, OSError, TypeError, ValueError):
+            told = [_fields(_ask(one, "SENTINEL", "MASTER", "mymaster")) for one in self.fleet.sentinels]
+            return all((one[b"port"], one[b"flags"]) == (b"%d" % node.port, b"master") for one in told)
+        return False
+
+    def is_whole(self) -> bool:
+        """Whether there is a primary and the other node follows it: one that was replaced takes writes for seconds."""
+        node = self.primary()
+        with suppress(redis.RedisError, OSError):
+            others = [_ask(one, "ROLE")[0] for one in self.fleet.nodes if one is not node]
+            return node is not None and self.is_named(node) and others == [b"slave"]
         return False
 
     # -- what is looked at --------------------------------------------------------------------------------------------
@@ -280,6 +288,10 @@ class Place:
             file.write(struct.pack("<d", seconds))
 
 
-def _ask(node: RedisNode, *command: str) -> object:
+def _fields(found: Any) -> dict[bytes, bytes]:
+    return found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
+
+
+def _ask(node: RedisNode, *command: str) -> Any:
     with redis.Redis(host=HOST, port=node.port, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
         return client.execute_command(*command)
