@@ -45,8 +45,8 @@ class Events:
             return [event + b"\n\n" for event in chunk[:-2].split(b"\n\n")]
         self._unfinished += chunk
         events: list[bytes] = []
-        begin = 0
-        while (end := self._find_end(begin)) is not None:
+        begin, has_cr = 0, self._unfinished.find(b"\r", self._searched) >= 0
+        while (end := self._find_end(begin, has_cr)) is not None:
             events.append(bytes(self._unfinished[begin:end]))
             begin = end
         self.has_passed_part = self.has_passed_part and not events
@@ -65,11 +65,11 @@ class Events:
         self._searched = 0
         return rest
 
-    def _find_end(self, begin: int) -> int | None:
+    def _find_end(self, begin: int, has_cr: bool) -> int | None:
         start = begin or self._searched
-        end = self._unfinished.find(b"\n\n", start)
-        if self._unfinished.find(b"\r", start, len(self._unfinished) if end < 0 else end) < 0:
-            return None if end < 0 else end + 2  # a fiftieth of what the pattern takes: 45 ns for a byte
+        if not has_cr:  # the pattern takes 45 ns for a byte
+            end = self._unfinished.find(b"\n\n", start)
+            return None if end < 0 else end + 2
         found = _EVENT_END.search(self._unfinished, start)
         if found is None:
             return None
