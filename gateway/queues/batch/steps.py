@@ -211,7 +211,7 @@ class Steps:
         except _MissingError:
             if self._now() - max(job.reached.values()) < LOST_S:
                 raise
-            log.error("results of a batch of %s are lost: somebody removed them from Redis", job.tenant)
+            log.error("a batch of %s fails: Redis does not have the results of all its lines", job.tenant)
             await self._jobs.put(states.failed(job, [_LOST], self._now()))
             return
         except (QuotaError, StorageError) as error:
@@ -244,7 +244,7 @@ class Steps:
             count = min(WRITE_AT_ONCE, counts.total - start)
             results = [one or dropped for one in await self._lines.results(job.id, start, count)]
             del results[num_fitting([one.num_bytes for one in results], CHUNK_BYTES) :]
-            missing += sum(one.kind in ("cancelled", "expired") or one is dropped for one in results)
+            missing += sum(one.kind in ("cancelled", "expired") for one in results)
             if missing > 0:
                 raise _MissingError("results of lines that are done are missing", AWAY_S)
             if chunk := await asyncio.to_thread(self._written, job, start, results, kinds):
