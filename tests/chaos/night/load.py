@@ -301,9 +301,9 @@ class Load:
             await asyncio.sleep(1.0)
             found = await self._call(session, batch.tenant, "GET", path, batch.dialect, missing_since_s=batch.made_s)
             if found is not None:
-                batch.lost_s = time.monotonic() if found.get("missing") else batch.lost_s
                 batch.state = found.get("status") or found.get("processing_status") or "lost with a fail-over"
                 if found.get("missing"):
+                    batch.lost_s = time.monotonic()
                     return
                 has_ended = batch.state in ("completed", "ended", "failed", "expired", "cancelled")
                 if has_ended and await self._results(session, batch, found, path):
