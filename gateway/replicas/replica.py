@@ -322,13 +322,14 @@ class Replica:
         target, hello = joined.target, joined.target.hello
         salt = derived_salt(hello.namespace.salt, request.salt)
         call = write(target, prompt, sampling, request, salt)
-        claim = await self.leases.open(prompt, request)
-        cost = prompt.num_tokens
+        held_tokens = 0
         if request.use_cache:
-            cost -= self._prefix(hello.incarnation, prompt.digests) * hello.namespace.block_size
+            held_tokens = self._prefix(hello.incarnation, prompt.digests) * hello.namespace.block_size
+            held_tokens = max(held_tokens, request.trace.predicted_tokens or 0)  # by Redis, and what was just computed
             joined.follower.sent(prompt.digests)
-        number = next(self._numbers)
-        flight = self._flights[number] = _Flight(request.tenant.name, max(0, cost), request.lane, self._clock())
+        claim = await self.leases.open(prompt, request, held_tokens)
+        cost, number = max(0, prompt.num_tokens - held_tokens), next(self._numbers)
+        flight = self._flights[number] = _Flight(request.tenant.name, cost, request.lane, self._clock())
         self._counts["requests"] += 1
         answer, tokens = Answer(target, sampling, prompt, request.constraint, call.ids), 0
         response: aiohttp.ClientResponse | None = None

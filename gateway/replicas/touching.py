@@ -238,17 +238,17 @@ class LeaseKeeper:
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
-    async def open(self, prompt: EncodedPrompt, request: Request) -> Claim | None:
-        """A request is about to be sent. One with breakpoints hears first what other gateways granted."""
-        leases, joined = self._leases, self._joined
-        if leases is None or joined is None:
+    async def open(self, prompt: EncodedPrompt, request: Request, held_tokens: int) -> Claim | None:
+        """A request is about to be sent, of which the replica probably holds so many tokens. One with breakpoints hears
+        first what other gateways granted."""
+        leases = self._leases
+        if leases is None or self._joined is None:
             return None
         if prompt.breakpoints:
             await self._sync()
-        held = self._prefix(joined.target.hello.incarnation, prompt.digests) if request.use_cache else 0
-        self._plan.sent(max(0, prompt.num_tokens - held * leases.block_size))
+        self._plan.sent(max(0, prompt.num_tokens - held_tokens))
         self._look_soon()
-        return leases.open(prompt, request, self._clock(), self._plan.pushed, held * leases.block_size)
+        return leases.open(prompt, request, self._clock(), self._plan.pushed, held_tokens)
 
     def heard(self, claim: Claim, update: SequenceUpdate) -> None:
         """With the first update the prompt is computed. Fills in the figures, of that and of the one that says what was

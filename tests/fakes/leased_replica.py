@@ -131,7 +131,7 @@ class LeasedReplica:
         request = Request("id", Tenant(tenant), "m", TokenPrompt(packed), Sampling(1), self.now, self.now + 60)
         salt = derived_salt("secret", request.salt)
         prompt = EncodedPrompt(packed, self._digests(salt, tokens), breakpoints=breakpoints)
-        claim = await keeper.open(prompt, request)
+        claim = await keeper.open(prompt, request, self._prefix("", prompt.digests) * 16)
         new = (len(tokens) - self.cache.cached_tokens(tokens, salt)) // 16
         self.live += new
         await self.look()

@@ -103,6 +103,7 @@ class FakePipeline:
     leased: Usage = NOTHING  # what the usage says of leases
     lease: Lease | None = None  # and the trace
     traced: Mapping[str, object] = field(default_factory=dict)  # what the trace says of breakpoints and leases
+    late: Mapping[str, object] = field(default_factory=dict)  # and what is in its place at the end of the answer
     places: Sequence[int] = ()  # in tokens, of markers that are looked for
     looked_up: list[tuple[Marker, ...]] = field(default_factory=list)
     fails_before: Exception | None = None
@@ -177,6 +178,8 @@ class FakePipeline:
         await self._hold(self.hold_after)
         if self.fails_after is not None:
             raise self.fails_after
+        for name, value in self.late.items():
+            setattr(trace, name, value)
         yield Finished(
             "length" if request.prewarm else self.reason,
             replace(self.usage, prompt_tokens=prompt_tokens, completion_tokens=trace.completion_tokens),

@@ -107,14 +107,18 @@ class MessageAccount(Account):
     async def finished(self, request: Request) -> None:
         if request.trace.by_upstream:  # which says with the end of its answer what it read and wrote
             self.shape.cached = cached_of(request.trace)
+        elif self.shape.is_predicted:
+            await self.started(request)
         if self.diagnosis is not None:
             await self.diagnosis.remember(request, self.shape.cached)
 
     async def started(self, request: Request) -> None:
-        """Fills the figures into the shape."""
+        """Fills the figures into the shape. An engine that says with its last token what it reused is taken to reuse
+        what the index says, until then."""
         shape, trace = self.shape, request.trace
         if trace.by_upstream:
             return
+        shape.is_predicted = trace.cached_late
         shape.cached = cached = await self._cached(request)
         trace.reported_cached_tokens, trace.cache_write_tokens = cached.read, cached.written
         trace.lease_writes = ((duration_s(DEFAULT_TTL), cached.written_5m), (HOUR_S, cached.written_1h))

@@ -46,6 +46,7 @@ class MessageShape(Shape):
     def __init__(self, model: str, request_id: str, max_tokens: int, *, service_tier: ServiceTier = "standard") -> None:
         self.message_id: Final = f"msg_{secrets.token_hex(16)}"
         self.cached = Cached()
+        self.is_predicted = False  # `cached` is what the index says; the end of the answer will say it
         self.lease: str | None = None
         self.more: dict[str, Any] = {}
         self._model = model

@@ -264,6 +264,22 @@ async def test_a_read_counts_at_breakpoints_and_at_blocks_before_them(
     assert pipeline.looked_up == ([(Marker(0, 2, 0.0),)] if found else []), "only blocks that are not marked"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_an_engine_says_at_the_end_is_what_counts(stream: bool) -> None:
+    begun = {**SEVERAL, "cached_late": True}
+    pipeline = FakePipeline(traced=begun, late={"lease_reads": (30,), "cached_late": False})
+    async with running(pipeline) as gateway, gateway.anthropic() as client:
+        if stream:
+            events = [event async for event in await client.messages.create(**ASKED, stream=True)]
+            begun_as, usage = events[0].message.usage, events[-2].usage
+            assert (begun_as.cache_creation_input_tokens, begun_as.cache_read_input_tokens) == (30, 0)
+        else:
+            usage = (await client.messages.create(**ASKED)).usage
+    assert (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (10, 0, 30)
+    trace = pipeline.requests[0].trace
+    assert (trace.reported_cached_tokens, trace.cache_write_tokens) == (30, 0)
+
+
 async def test_what_is_not_kept_is_not_claimed_and_the_usage_says_so() -> None:
     degraded = {**SEVERAL, "kept_tokens": 0, "lease": Lease(2, None)}
     async with running(FakePipeline(traced=degraded)) as gateway, gateway.anthropic() as client:
