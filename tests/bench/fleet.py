@@ -37,8 +37,9 @@ from urllib.parse import urlsplit
 import aiohttp
 from transformers import AutoTokenizer
 
-from tests.bench.gateway_overhead import free_port, start, wait_for_port
+from tests.bench.gateway_overhead import start, wait_for_port
 from tests.fakes import vllm_fleet
+from tests.fakes.ports import free_port
 from tests.fakes.server import Server
 from tests.fakes.vllm_server import MODEL, wait_ready
 

@@ -40,6 +40,7 @@ from aiohttp import web
 
 from engine.demo import MODEL_DIR
 from engine.protocol import TokenizerFiles
+from tests.fakes.ports import free_port
 
 CHUNKS = 128
 INTERVAL_S = 0.004
@@ -307,12 +308,6 @@ def report(rows: dict[str, dict[str, list[float]]]) -> None:
 
 
 # -- start and stop -----------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:

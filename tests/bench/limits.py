@@ -30,7 +30,8 @@ import aiohttp
 import redis
 from aiohttp import web
 
-from tests.bench.gateway_overhead import CHUNKS, PIECE, body, free_port, start, wait_for_answer, wait_for_port
+from tests.bench.gateway_overhead import CHUNKS, PIECE, body, start, wait_for_answer, wait_for_port
+from tests.fakes.ports import free_port
 from tests.fakes.redis_process import RedisProcess
 
 AT_ONCE = 64

@@ -37,7 +37,8 @@ from aiohttp import web
 
 from gateway.config import ServerSettings
 from tests.bench import semantic_lookup
-from tests.bench.gateway_overhead import Middle, body, free_port, start, wait_for_answer, wait_for_port
+from tests.bench.gateway_overhead import Middle, body, start, wait_for_answer, wait_for_port
+from tests.fakes.ports import free_port
 
 TOKENS: Final = 128
 AT_ONCE: Final = 8

@@ -31,7 +31,8 @@ from aiohttp import web
 from gateway.config import QueueSettings
 from gateway.types import Ask
 from gateway.upstreams.slots import UpstreamSlots
-from tests.bench.gateway_overhead import Middle, body, free_port, load, wait_for_answer, wait_for_port
+from tests.bench.gateway_overhead import Middle, body, load, wait_for_answer, wait_for_port
+from tests.fakes.ports import free_port
 
 AT_ONCE = 8
 ANSWER_S = 0.05

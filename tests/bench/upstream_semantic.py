@@ -28,7 +28,8 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from tests.bench.gateway_overhead import Middle, free_port, start, wait_for_port
+from tests.bench.gateway_overhead import Middle, start, wait_for_port
+from tests.fakes.ports import free_port
 
 VERBS: Final = ("cancel", "rename", "print", "share", "export", "archive", "repair", "translate", "review", "order")
 THINGS: Final = (

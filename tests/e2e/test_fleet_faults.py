@@ -22,11 +22,12 @@ from tokenizers import Tokenizer
 
 from engine.protocol import blocks_key
 from engine.publish import VERSION_FIELD
+from tests.fakes.ports import free_ports
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.replica_process import WORDS, ReplicaProcess, next_token, stopped
 from tests.fakes.replica_server import DEMO
 from tests.fakes.server import Server
-from tests.fakes.vllm_server import Vllm, free_ports
+from tests.fakes.vllm_server import Vllm
 from tests.fakes.waiting import until
 
 TOKENS = 30

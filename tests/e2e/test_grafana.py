@@ -17,10 +17,10 @@ import aiohttp
 import pytest
 
 from tests.fakes import demo_traffic
+from tests.fakes.ports import free_ports
 from tests.fakes.replica_process import ReplicaProcess
 from tests.fakes.server import Server, inside
 from tests.fakes.upstream import upstream, whole_chat
-from tests.fakes.vllm_server import free_ports
 from tests.fakes.waiting import until
 
 PROMETHEUS = shutil.which("prometheus")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.fakes import vllm_server
-from tests.fakes.vllm_server import EAGER, HOW, free_ports, installed, wait_ready
+from tests.fakes.ports import free_ports
+from tests.fakes.vllm_server import EAGER, HOW, installed, wait_ready
 from tests.fakes.waiting import until
 from tests.fakes.whole import Whole, whole
 

@@ -10,8 +10,9 @@ import aiohttp
 import pytest
 
 from tests.fakes import vllm_server
+from tests.fakes.ports import free_ports
 from tests.fakes.replica_server import DEMO
-from tests.fakes.vllm_server import EAGER, HOW, free_ports, installed, wait_ready
+from tests.fakes.vllm_server import EAGER, HOW, installed, wait_ready
 from tests.fakes.whole import Whole, whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not installed(), reason=HOW)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,28 +14,12 @@ from redis.asyncio import Redis, RedisCluster
 
 from gateway.redis_server import find_binary
 from gateway.storage.redis_calls import close, connect
+from tests.fakes.ports import free_port
 from tests.fakes.redis_process import START_LIMIT_S
 
 HOST = "127.0.0.1"
 SLOTS = 16384
 MASTER = "mymaster"
-
-
-def free_port() -> int:
-    """One whose number plus 10,000 is a port, too: that of a cluster's bus."""
-    while True:
-        with closing(socket.socket()) as one:
-            one.bind((HOST, 0))
-            port: int = one.getsockname()[1]
-        if port <= 55535:
-            return port
-        with closing(socket.socket()) as other:
-            try:
-                other.bind((HOST, 20000 + port % 30000))
-            except OSError:
-                continue
-            bound: int = other.getsockname()[1]
-            return bound
 
 
 def wait_for(ready: Callable[[], Any], what: str) -> None:

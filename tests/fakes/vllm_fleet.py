@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.fakes import vllm_server
+from tests.fakes.ports import free_ports
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.server import Server
 
@@ -79,7 +80,7 @@ def replicas(
                 )
             )
             for number in range(count)
-            for ports in [vllm_server.free_ports(2)]
+            for ports in [free_ports(2)]
         )
         for one in servers:
             asyncio.run(vllm_server.wait_ready(one.url))

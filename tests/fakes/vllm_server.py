@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from tests.fakes.ports import free_port
 from tests.fakes.waiting import until
 
 FOLDER = Path.home() / ".cache/kvasir/vllm"
@@ -26,20 +26,12 @@ EAGER = ("--enforce-eager",)
 HOW = "python -m tests.bench.vllm_setup sets up vLLM for the CPU in an environment of its own (about 3.5 GB)"
 MODEL = Path(__file__).parent.parent.parent / "engine/demo/model"
 START_LIMIT_S = 300.0
+LOG_CHARS = 4000
 STOP_LIMIT_S = 30.0
 
 
 def installed() -> bool:
     return (FOLDER / "kvasir-complete").is_file()
-
-
-def free_ports(count: int) -> list[int]:
-    """Nobody has them at the moment."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 class Vllm:
@@ -65,7 +57,7 @@ class Vllm:
         cache_blocks: int | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        port = free_ports(1)[0] if port is None else port
+        port = free_port() if port is None else port
         command = [str(FOLDER / "bin/python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", name, "--port", str(port), "--host", "127.0.0.1", "--max-model-len", "2048"]
         command += ["--dtype", dtype, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
@@ -83,7 +75,9 @@ class Vllm:
         self.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            error.add_note(f"{self._log}:\n{self._log.read_text(errors='replace')[-LOG_CHARS:]}")
         self._process.terminate()
         try:
             self._process.wait(STOP_LIMIT_S)

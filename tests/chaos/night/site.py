@@ -18,7 +18,8 @@ from typing import Any, Final
 import aiohttp
 import redis
 
-from tests.fakes.redis_fleet import HOST, RedisNode, SentinelFleet, free_port
+from tests.fakes.ports import free_port
+from tests.fakes.redis_fleet import HOST, RedisNode, SentinelFleet
 from tests.fakes.waiting import until
 
 ROOT: Final = Path(__file__).parent.parent.parent.parent

@@ -19,6 +19,7 @@ from gateway.replicas.follower import Follower
 from gateway.replicas.servers import find_facts
 from tests.fakes import vllm_server
 from tests.fakes.fake_engine import make_hello
+from tests.fakes.ports import free_ports
 from tests.fakes.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not vllm_server.installed(), reason=vllm_server.HOW)]
@@ -57,7 +58,7 @@ class Replica:
 
 
 async def test_the_index_predicts_what_vllm_reports_and_survives_its_restart(tmp_path: Path) -> None:
-    (port, *events) = vllm_server.free_ports(3)
+    (port, *events) = free_ports(3)
     more = {
         "dtype": "float32",
         "port": port,

@@ -18,7 +18,7 @@ from gateway.replicas import kubernetes
 from gateway.replicas.kubernetes import ServiceWatch
 from tests.fakes.certificates import certificate
 from tests.fakes.kubernetes_api import NAMESPACE, SERVICE, endpoint_slice, pod
-from tests.fakes.vllm_server import free_ports
+from tests.fakes.ports import free_ports
 from tests.fakes.waiting import until
 
 BINARIES = Path.home() / ".cache/kvasir/kubernetes"

@@ -19,6 +19,7 @@ from gateway.replicas.parity import wire_body
 from gateway.replicas.servers import find_facts
 from gateway.types import Prompt
 from tests.fakes import tool_templates, vllm_server
+from tests.fakes.ports import free_ports
 from tests.fakes.replica_server import DEMO
 from tests.fakes.waiting import until
 from tests.gateway.replicas.test_parity import parity_of
@@ -47,7 +48,7 @@ ours gets an empty one. That of Mistral writes whole calls, and vLLM puts their 
 async def test_a_real_vllm_joins_with_events_features_parity_and_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events, replay = vllm_server.free_ports(2)
+    events, replay = free_ports(2)
     more = {
         "dtype": "float32",
         "events": (events, replay),
