@@ -37,6 +37,7 @@ _SEED_BITS: Final = (1 << 64) - 1
 _STREAM: Final = 0x6B7661736972  # the generator's second key word: our own stream of every seed
 _STRIDES: Final = 16  # tokens of one column in `highest_of`
 _CHUNK: Final = 512  # weights that are added up in float32
+_SCRATCH: Final = 1 << 17  # logits whose weights are computed at a time
 _LEAST_TEMPERATURE: Final = 1e-30  # in float32, where it is not 0
 
 
@@ -102,11 +103,13 @@ class Sampler:
         greedy = [i for i in left if settings[i].temperature <= 0 and (i in masks or not rows[i].is_plain)]
         drawn = [i for i in left if settings[i].temperature > 0]
         for group in filter(None, (greedy, drawn)):
-            edited = logits[group].float()  # a copy
-            edit(edited, [rows[i] for i in group], {at: masks[i] for at, i in enumerate(group) if i in masks})
-            found, finite = highest(edited)
-            if not all(finite):
-                raise ValueError("no token is left that may come")
+            edited = (logits if len(group) == len(rows) else logits[group]).float()
+            if not all(rows[i].is_plain and i not in masks for i in group):
+                edited = edited.clone() if edited is logits else edited
+                edit(edited, [rows[i] for i in group], {at: masks[i] for at, i in enumerate(group) if i in masks})
+                found, finite = highest(edited)
+                if not all(finite):
+                    raise ValueError("no token is left that may come")
             if group is drawn:
                 controls = torch.tensor([self._controls(rows[i]) for i in group], dtype=torch.float64)
                 found = draw(edited, controls.to(logits.device)).tolist()
@@ -253,7 +256,7 @@ def _draw_best(logits: Tensor, controls: Tensor, count: int) -> Tensor:
     kept = ((values > lowest) | is_whole) & ((values >= kth) | (top_k <= 0))
     total = (weights * kept).sum(-1, keepdim=True)
     if len(rows := ((top_p < 1) & ~by_k)[:, 0].nonzero()[:, 0]):
-        total[rows] = _weigh(logits[rows], temperature[rows]).sum(-1).double().sum(-1, keepdim=True)
+        total[rows] = _weigh_chunks(logits[rows], values[rows, :1], temperature[rows]).sum(-1, keepdim=True)
     reached = (weights * kept).cumsum(-1)
     goal = top_p * total
     kept &= (functional.pad(reached[:, :-1], (1, 0)) < goal) | (top_p >= 1)
@@ -268,18 +271,30 @@ def _draw_best(logits: Tensor, controls: Tensor, count: int) -> Tensor:
 
 def _draw_any(logits: Tensor, controls: Tensor) -> Tensor:
     """Of the whole vocabulary: first the chunk, then the token in it."""
-    weights = _weigh(logits, controls[:, :1])
-    chunk, random = _search(weights.sum(-1).double(), controls[:, 4:])
-    rows = torch.arange(len(logits), device=logits.device)
-    index, _ = _search(weights[rows, chunk[:, 0]].double(), random)
+    highest, temperature = logits.amax(-1, keepdim=True), controls[:, :1]
+    chunk, random = _search(_weigh_chunks(logits, highest, temperature), controls[:, 4:])
+    ids, size = chunk * _CHUNK + torch.arange(_CHUNK, device=logits.device), logits.shape[1]
+    own = logits.gather(1, ids.clamp(max=size - 1)).where(ids < size, -torch.inf)
+    index, _ = _search(_weigh(own, highest, temperature).double(), random)
     return (chunk * _CHUNK + index)[:, 0]
 
 
-def _weigh(logits: Tensor, temperature: Tensor) -> Tensor:
-    """exp((logits - highest) / temperature), (num_rows, num_chunks, _CHUNK) float32; 0 behind the last token."""
-    scaled = functional.pad(logits, (0, -logits.shape[1] % _CHUNK), value=-torch.inf)
-    scaled = scaled.sub_(logits.amax(-1, keepdim=True)).div_(temperature.float().clamp(min=_LEAST_TEMPERATURE))
-    return scaled.exp_().view(len(logits), -1, _CHUNK)
+def _weigh_chunks(logits: Tensor, highest: Tensor, temperature: Tensor) -> Tensor:
+    """The weights of each _CHUNK tokens of a row together, (num_rows, num_chunks) float64. A few rows at a time: the
+    processor's cache has them from the first operation to the last."""
+    few, chunks = max(1, _SCRATCH // logits.shape[1]), logits.shape[1] // _CHUNK
+    sums = []
+    for first in range(0, len(logits), few):
+        own = slice(first, first + few)
+        weights = _weigh(logits[own], highest[own], temperature[own])
+        whole = weights[:, : chunks * _CHUNK].view(len(weights), chunks, _CHUNK).sum(-1)
+        sums.append(torch.cat((whole, weights[:, chunks * _CHUNK :].sum(-1, keepdim=True)), 1))
+    return torch.cat(sums).double()
+
+
+def _weigh(logits: Tensor, highest: Tensor, temperature: Tensor) -> Tensor:
+    """exp((logits - highest) / temperature), float32."""
+    return (logits - highest).div_(temperature.float().clamp(min=_LEAST_TEMPERATURE)).exp_()
 
 
 def _search(weights: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
