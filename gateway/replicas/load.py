@@ -32,21 +32,19 @@ METRICS: Final[Mapping[Kind, str]] = {"vllm": "metrics", "sglang": "metrics", "t
 RANK: Final[Mapping[Kind, str]] = {"vllm": "engine", "sglang": "dp_rank", "tensorrt-llm": "rank"}
 """The label that has the rank."""
 
-_NAMES: Final[Mapping[Kind, Mapping[str, str]]] = {
+_STEPS: Final = "vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"  # the second before 0.11
+_NAMES: Final[Mapping[Kind, Mapping[str, str | tuple[str, ...]]]] = {  # of several the first that is there
     "vllm": {
         "running": "vllm:num_requests_running",
         "waiting": "vllm:num_requests_waiting",
-        "used": "vllm:kv_cache_usage_perc",  # 0..1, whatever its name says
-        "used before 0.10": "vllm:gpu_cache_usage_perc",
+        "used": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),  # 0..1; the second before 0.10
         "prompt": "vllm:prompt_tokens_total",
         "cached": "vllm:prefix_cache_hits_total",
         "decoded": "vllm:generation_tokens_total",
         "prefilled": "vllm:request_prefill_kv_computed_tokens_sum",  # of finished requests, as the next
         "prefill_s": "vllm:request_prefill_time_seconds_sum",
-        "steps": "vllm:inter_token_latency_seconds_count",  # of all sequences
-        "steps before 0.11": "vllm:time_per_output_token_seconds_count",
-        "steps_s": "vllm:inter_token_latency_seconds_sum",
-        "steps_s before 0.11": "vllm:time_per_output_token_seconds_sum",
+        "steps": tuple(f"{name}_count" for name in _STEPS),  # of all sequences
+        "steps_s": tuple(f"{name}_sum" for name in _STEPS),
     },
     "sglang": {
         "running": "sglang:num_running_reqs",
@@ -109,7 +107,7 @@ class LoadMeter:
             loads = mapping(await caller.ask("v1/loads?include=core", LOAD_TIMEOUT_S, optional=True)).get("loads")
             if isinstance(loads, list):
                 return self._measured([_from_load(mapping(one)) for one in loads[:MAX_RANKS]])
-        lines = tuple(f"{name}{end}" for name in _NAMES[kind].values() for end in "{ ")
+        lines = tuple(f"{metric}{end}" for name in _NAMES[kind] for metric in _metrics(kind, name) for end in "{ ")
         text = await caller.fetch(METRICS[kind], LOAD_TIMEOUT_S, optional=True)
         return self._measured(_from_metrics(kind, parse(text, lines)))
 
@@ -161,16 +159,15 @@ def _from_metrics(kind: Kind, metrics: Samples) -> list[tuple[RankLoad, _Done]]:
     def by_rank(name: str) -> dict[int, float]:
         """The sum over all other labels: the model and adapters of one rank."""
         sums: dict[int, float] = {}
-        for labels, value in metrics.get(_NAMES[kind].get(name, ""), ()):
+        for labels, value in next((metrics[one] for one in _metrics(kind, name) if one in metrics), ()):
             rank = whole(labels.get(RANK[kind]))
             sums[rank] = sums.get(rank, 0.0) + number(value)
         return sums
 
-    running, waiting, used = by_rank("running"), by_rank("waiting"), by_rank("used") or by_rank("used before 0.10")
+    running, waiting, used = by_rank("running"), by_rank("waiting"), by_rank("used")
     prompt, cached, decoded = by_rank("prompt"), by_rank("cached"), by_rank("decoded")
     prefilled, prefill_s = by_rank("prefilled"), by_rank("prefill_s")
-    steps = by_rank("steps") or by_rank("steps before 0.11")
-    steps_s = by_rank("steps_s") or by_rank("steps_s before 0.11")
+    steps, steps_s = by_rank("steps"), by_rank("steps_s")
     found = []
     for rank in sorted(running)[:MAX_RANKS]:
         load = RankLoad(whole(running[rank]), whole(waiting.get(rank)), used.get(rank, 0.0))
@@ -179,6 +176,11 @@ def _from_metrics(kind: Kind, metrics: Samples) -> list[tuple[RankLoad, _Done]]:
         timed = prefilled.get(rank, 0.0), prefill_s.get(rank, 0.0), steps.get(rank, tokens), steps_s.get(rank, 0.0)
         found.append((load, _Done(computed, tokens, *timed)))
     return found
+
+
+def _metrics(kind: Kind, name: str) -> tuple[str, ...]:
+    found = _NAMES[kind].get(name, ())
+    return (found,) if isinstance(found, str) else found
 
 
 async def is_alive(session: aiohttp.ClientSession, settings: ReplicaSettings) -> bool:
