@@ -175,10 +175,14 @@ class SentinelFleet(RedisFleet):
         wait_for(lambda: all(self._is_ready(one) for one in self.sentinels), "the sentinels do not find one another")
 
     def _is_ready(self, sentinel: RedisNode) -> bool:
-        found = sentinel.ask("SENTINEL", "MASTER", MASTER)
-        state = found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
-        state = {_text(name): _text(value) for name, value in state.items()}
+        state = fields(sentinel.ask("SENTINEL", "MASTER", MASTER))
         return state["num-other-sentinels"] == "2" and state["num-slaves"] == "1"
+
+
+def fields(found: Any) -> dict[str, str]:
+    """What a node says by name, in either version of the protocol."""
+    told = found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
+    return {_text(name): _text(value) for name, value in told.items()}
 
 
 def _text(value: Any) -> str:

@@ -19,7 +19,7 @@ import aiohttp
 import redis
 
 from tests.fakes.ports import free_port
-from tests.fakes.redis_fleet import HOST, RedisNode, SentinelFleet
+from tests.fakes.redis_fleet import HOST, MASTER, RedisNode, SentinelFleet, fields
 from tests.fakes.waiting import until
 
 ROOT: Final = Path(__file__).parent.parent.parent.parent
@@ -259,8 +259,8 @@ class Place:
     def is_named(self, node: RedisNode) -> bool:
         """Whether all sentinels name it as the primary and find nothing wrong with it."""
         with suppress(redis.RedisError, OSError, TypeError, ValueError):
-            told = [_fields(_ask(one, "SENTINEL", "MASTER", "mymaster")) for one in self.fleet.sentinels]
-            return all((one[b"port"], one[b"flags"]) == (b"%d" % node.port, b"master") for one in told)
+            told = [fields(_ask(one, "SENTINEL", "MASTER", MASTER)) for one in self.fleet.sentinels]
+            return all((one["port"], one["flags"]) == (str(node.port), "master") for one in told)
         return False
 
     def is_whole(self) -> bool:
@@ -287,10 +287,6 @@ class Place:
     def step_clock(self, seconds: float) -> None:
         with self.clock.open("r+b") as file:
             file.write(struct.pack("<d", seconds))
-
-
-def _fields(found: Any) -> dict[bytes, bytes]:
-    return found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
 
 
 def _ask(node: RedisNode, *command: str) -> Any:
