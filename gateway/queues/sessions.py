@@ -59,8 +59,11 @@ class PrefixAffinity:
             position = _digest(digests, count)
             self._sent[position] = incarnation, now_s
             self._sent.move_to_end(position)
-        while len(self._sent) > MAX_POSITIONS:
+        while self._sent and (len(self._sent) > MAX_POSITIONS or now_s - self._oldest_s() > AFFINITY_S):
             self._sent.popitem(last=False)
+
+    def _oldest_s(self) -> float:
+        return next(iter(self._sent.values()))[1]
 
     def find(self, digests: bytes, now_s: float) -> Mapping[str, int]:
         """Incarnation -> leading blocks that it was sent within AFFINITY_S; engines without any are missing."""

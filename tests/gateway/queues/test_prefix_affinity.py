@@ -44,6 +44,8 @@ def test_what_was_sent_long_ago_makes_room() -> None:
     assert len(affinity._sent) == MAX_POSITIONS
     assert affinity.find(digests(9), 0.0) == {}
     assert affinity.find(digests(10), 0.0) == {"a": 1}
+    affinity.sent(digests(1), "b", AFFINITY_S + 1)
+    assert len(affinity._sent) == 1
 
 
 def lane_of(*names: str) -> EngineQueue[FakeEngine]:
