@@ -37,6 +37,9 @@ SLICE_S: Final = 0.5
 LOST_S: Final = 600.0
 """That a job waits for results of lines that are done, before it fails."""
 
+MAX_MISSED: Final = 1024
+"""Jobs of which it is known since when they wait so; the oldest is forgotten first, and waits anew."""
+
 HELD_UP_S: Final = 30.0
 """Until a job is tried again that found no room."""
 
@@ -76,6 +79,7 @@ class Steps:
         self._runner = runner
         self._owner = owner
         self._clock = clock
+        self._missed_s: dict[str, float] = {}  # job -> when results of it were first missed
         self._planning = asyncio.Lock()  # one job at a time, which leaves time of the loop to requests
         self._do: Mapping[Step, Callable[[Job, Progress], Awaitable[None]]] = {
             "validate": self._validate,
@@ -209,13 +213,17 @@ class Steps:
         except OverloadedError:
             raise
         except _MissingError:
-            if self._now() - max(job.reached.values()) < LOST_S:
+            if len(self._missed_s) >= MAX_MISSED:
+                del self._missed_s[next(iter(self._missed_s))]
+            if self._now() - self._missed_s.setdefault(job.id, self._now()) < LOST_S:
                 raise
+            del self._missed_s[job.id]
             log.error("a batch of %s fails: Redis does not have the results of all its lines", job.tenant)
             await self._jobs.put(states.failed(job, [_LOST], self._now()))
             return
         except (QuotaError, StorageError) as error:
             await self._hold_up(job, JobError(error.code or "storage_error", error.message), HELD_UP_S)
+        self._missed_s.pop(job.id, None)
         ids = (output if has_output else None, errors if has_errors else None)
         await self._jobs.put(states.ended(job, *ids, self._now()))
 
