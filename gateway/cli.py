@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from engine.config import ConfigError, flag_name, load, secret_of, sections, variable_name
+from gateway import heap
 from gateway.client.arguments import (
     KEY_VARIABLE,
     URL_VARIABLE,
@@ -93,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = options.config or os.environ.get(CONFIG_VARIABLE)
     flags = {path: getattr(options, path, None) for path in _paths()}
     mask = os.umask(PRIVATE)
+    if options.command != "engine":
+        heap.keep_small()
 
     def work() -> int:
         tables = {"replicas": [replica_of_flag(text) for text in getattr(options, "replica", ())]}

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 
+from gateway import heap
 from gateway.cli import guarded, run
 from gateway.guard import terminate_at_eof
 from gateway.logs import set_up
@@ -22,6 +23,7 @@ def main() -> int:
     from gateway.parent import Parent
     from gateway.serving import serve
 
+    heap.keep_small()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is the parent's
     place, numbers, peer = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our parent
     threading.Thread(target=terminate_at_eof, name="until-eof", daemon=True).start()
