@@ -20,6 +20,7 @@ import heapq
 import itertools
 import math
 import random
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -50,8 +51,8 @@ GOES_ON: Final = 0.8
 """Probability of a further turn."""
 PAUSE_S: Final = 10.0
 PREFILL_TOKENS_PER_S, DECODE_S = 8_000.0, 1.0
-SLOTS, CACHE_BLOCKS = 16, 4_096
-BUSY: Final = 0.6
+SLOTS, CACHE_BLOCKS = 32, 16_384
+BUSY: Final = 0.4
 """Of the engines' time for prefill, were nothing cached but a session's own earlier turns."""
 
 
@@ -218,6 +219,7 @@ class Fleet:
             if self.figures.requests >= (len(self.figures.parts) + 1) * tenth:
                 decided_s = self.figures.decided_s
                 self.figures.parts.append(1e6 * (decided_s - before_s) / tenth)
+                print(f"{self.figures.requests:,} requests, {self.figures.parts[-1]:.0f} us each", file=sys.stderr)
                 before_s = decided_s
         self.figures.span_s = self.now_s
         return self.figures
