@@ -121,7 +121,7 @@ async def night(options: argparse.Namespace, folder: Path, disk: Path, *, nft: b
     checks.check_ends(load, faults.log)
     checks.check_ledger(load, ledger, within)
     checks.check_logs(load, place)
-    figures = checks.check_watch(load, watch, loaded_s) | {"keys in Redis": keys}
+    figures = checks.check_watch(load, watch) | {"keys in Redis": keys}
     left_out = sorted(set(Faults(place, dice, nft=True, mounted=True).kinds) - set(faults.kinds))
     again = f"python -m tests.chaos.night --minutes {options.minutes:g} --seed {options.seed} --every {options.every:g}"
     times = {"load_s": round(loaded_s, 1), "whole_s": round(time.monotonic() - began_s, 1)}

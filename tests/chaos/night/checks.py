@@ -25,14 +25,12 @@ from tests.fakes.waiting import until
 
 STALL_S: Final = 0.25
 LOOK_S: Final = 5.0
-WARM_S: Final = 600.0
+WARM_S: Final = 1200.0
 """Of a life that are no part of its slope: memos fill, and jobs that are kept for five minutes become as many as they
 will be."""
 BLOCK_S: Final = 300.0
 """Of a life that make one point of its slope: the time from one sweep of batches to the next."""
 LEAST_BLOCKS: Final = 4
-LONG_S: Final = 1800.0
-"""Of a run whose slopes are judged."""
 SLOPE: Final = 0.01
 """Of its size that anything may grow in an hour."""
 
@@ -313,11 +311,11 @@ def check_logs(load: Load, place: Place) -> None:
             load.violate("logs", f"{process.name}: {text}")
 
 
-def check_watch(load: Load, watch: Watch, seconds: float) -> dict[str, Any]:
+def check_watch(load: Load, watch: Watch) -> dict[str, Any]:
     """The figures; violations where the run was long enough."""
     for at, name, end in watch.late:
         load.violate("event loop", f"{name} stood still for up to {end} s of its own time, at {at:.0f} s")
-    slopes = watch.slopes() if seconds >= LONG_S else {}
+    slopes = watch.slopes()
     for name, slope in slopes.items():
         if slope["an_hour"] - 2 * slope["error"] > SLOPE:
             load.violate("flat", f"{name} grows by {slope['an_hour']:.1%} an hour, from {slope['mean']}")

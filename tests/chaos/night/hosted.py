@@ -12,6 +12,7 @@ import asyncio
 import re
 import secrets
 import sys
+from contextlib import suppress
 from itertools import count
 from typing import Any, Final
 
@@ -105,9 +106,10 @@ async def answer(http: web.Request) -> web.StreamResponse:
             await asyncio.sleep(STALL_S)
         http.transport.close()
         return response
-    for piece in pieces:
-        await response.write(piece)
-    await response.write_eof()
+    with suppress(ConnectionResetError):  # a gateway that was killed meanwhile
+        for piece in pieces:
+            await response.write(piece)
+        await response.write_eof()
     return response
 
 

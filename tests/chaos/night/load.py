@@ -37,6 +37,10 @@ LINE_TOKENS: Final = 4
 BATCH_LIMIT_S: Final = 240.0
 LEAVE: Final = 0.05
 """Of all streams whose client hangs up after the first bytes."""
+SMALL: Final = ("north", "south")
+"""Tenants that send small requests besides, which cost nearly nothing: what a gateway remembers of its latest requests
+and conversations is full within minutes, and what its memory grows by then is a leak."""
+SMALL_PAUSE_S: Final = 0.06
 TAG: Final = re.compile(r"<<((?:north|south|east) [0-9a-f]+)>>")
 NUMBER: Final = re.compile(r"number (\d+) for")
 REUSED: Final = ("exact", "shared", "semantic")
@@ -85,6 +89,7 @@ class Batch:
     undone_s: float = 0.0  # when its end was known to be undone
     rows: Counter[str] = field(default_factory=Counter)
     used: list[int] = field(default_factory=lambda: [0, 0])
+    files: set[str] = field(default_factory=set)  # what went in and came out, which its client deletes at last
     state: str = ""
 
 
@@ -129,6 +134,8 @@ class Load:
                     group.create_task(self._talk(session, tenant))
                 group.create_task(self._batches(session, tenant))
                 group.create_task(self._files(session, tenant))
+            for tenant in SMALL:
+                group.create_task(self._say_small(limits, tenant))
 
     def _url(self, gateway: int) -> str:
         return f"http://127.0.0.1:{self._place.gateways[gateway].port}"
@@ -171,6 +178,20 @@ class Load:
                 await self._pause(self._dice.uniform(0, 2 * PAUSE_S))
                 if self.over.is_set():
                     return
+
+    async def _say_small(self, limits: aiohttp.ClientTimeout, tenant: str) -> None:
+        """Each on a connection of its own, so that all workers get them."""
+        async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(force_close=True)) as session:
+            while not self.over.is_set():
+                name = f"{self._dice.getrandbits(40):x}"
+                said = (("user", f"Say something about {name}. <<{tenant} {name}>>"),)
+                if self._dice.random() < 0.4:
+                    question = Question("completions", "demo", f"{name} is small.", said, 1, streamed=False)
+                else:
+                    dialect, streamed = self._dice.choice(sorted(HOSTED)), self._dice.random() < 0.5
+                    question = Question(dialect, HOSTED[dialect], f"{name} is small.", said, 12, streamed)
+                await self._ask(session, tenant, question, name)
+                await self._pause(SMALL_PAUSE_S)
 
     async def _ask(self, session: aiohttp.ClientSession, tenant: str, question: Question, name: str) -> None:
         said, gateway = self._said[tenant], self._dice.randrange(2)
@@ -291,7 +312,10 @@ class Load:
                 return None
             path, body = "/v1/batches", {"input_file_id": stored, "endpoint": url, "completion_window": "24h"}
         found = await self._call(session, tenant, "POST", path, dialect, json=body)
-        return None if found is None else Batch(tenant, found["id"], made_s, wanted, dialect)
+        if found is None:
+            return None
+        files = {body["input_file_id"]} if "input_file_id" in body else set()
+        return Batch(tenant, found["id"], made_s, wanted, dialect, files=files)
 
     async def _finish(self, session: aiohttp.ClientSession, batch: Batch) -> None:
         """Waits for its end, and reads its results."""
@@ -307,6 +331,7 @@ class Load:
                     return
                 has_ended = batch.state in ("completed", "ended", "failed", "expired", "cancelled")
                 if has_ended and await self._results(session, batch, found, path):
+                    await self._delete(session, batch.tenant, batch.files)
                     return
         batch.state = f"stuck as {batch.state}"
 
@@ -317,6 +342,7 @@ class Load:
         else:
             ids = (found.get("output_file_id"), found.get("error_file_id"))
             self.uploaded |= {one for one in ids if one}
+            batch.files |= {one for one in ids if one}
             paths = [f"/v1/files/{file_id}/content" for file_id in ids if file_id]
         since_s = batch.made_s if batch.dialect == "messages" else None  # files are not lost with a record
         texts = [await self._call(session, batch.tenant, "GET", one, batch.dialect, since_s) for one in paths]
@@ -363,12 +389,16 @@ class Load:
                 if stolen is not None and not isinstance(stolen, dict):
                     self.violate("apart", f"{other} reads a file of {tenant}")
                 self.files["read" if read is not None else "not read"] += 1
-                path = f"/v1/files/{file_id}"
-                if await self._call(session, tenant, "DELETE", path, "chat", missing_since_s=0) is not None:
-                    self.deleted.add(file_id)
+                await self._delete(session, tenant, {file_id})
             else:
                 self.files["refused"] += 1
             await self._pause(3.0)
+
+    async def _delete(self, session: aiohttp.ClientSession, tenant: str, file_ids: set[str]) -> None:
+        for file_id in sorted(file_ids):
+            path = f"/v1/files/{file_id}"
+            if await self._call(session, tenant, "DELETE", path, "chat", missing_since_s=0) is not None:
+                self.deleted.add(file_id)
 
     async def _upload(self, session: aiohttp.ClientSession, tenant: str, data: bytes, purpose: str) -> str | None:
         form = aiohttp.FormData()

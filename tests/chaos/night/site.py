@@ -31,8 +31,9 @@ LIMITED: Final = "east"
 FLUSH_S: Final = 1.0
 MAX_IN_FLIGHT: Final = 8
 """Lines of batches that a gateway works on."""
-MEMO_BYTES: Final = 9 << 20
-"""Of each memo of a worker: they are full within minutes, and what grows then is a leak."""
+MEMO_BYTES: Final = 1 << 20
+"""Of each memo of a gateway, and of the answers that it keeps while Redis is away: they are full within minutes, and
+what grows then is a leak."""
 START_LIMIT_S: Final = 240.0
 WORKERS: Final = 2
 
