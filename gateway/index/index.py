@@ -21,7 +21,7 @@ from engine.protocol import ENGINES_KEY, blocks_key
 from gateway import tasks
 from gateway.errors import RedisDownError
 from gateway.index.memory_index import MemoryIndex
-from gateway.index.recent import RecentBlocks
+from gateway.index.recent import SHARED_TTL_S, TTL_S, RecentBlocks
 from gateway.storage.redis_calls import RedisCalls
 from gateway.types import Lost
 
@@ -75,7 +75,8 @@ class PrefixIndex:
 
     def computed(self, incarnation: str, digests: bytes) -> None:
         """An engine whose events take their time has computed a prompt with these blocks."""
-        self._recent.add(incarnation, digests, self._memory.prefix(incarnation, digests))
+        ttl_s = TTL_S if self._memory.knows(incarnation) else SHARED_TTL_S
+        self._recent.add(incarnation, digests, self._memory.prefix(incarnation, digests), ttl_s)
 
     def drop(self, incarnation: str) -> None:
         """What memory has of an engine is gone, or wrong."""

@@ -1,7 +1,7 @@
 """Blocks that a replica computed a moment ago, and that its KV events have not told yet: the next turn of a
 conversation may come before them. Pure but for the clock.
 
-Only what follows the blocks that the index knows is kept, and for TTL_S: then the events are there, or the blocks are
+Only what follows the blocks that the index knows is kept, and for seconds: then the events are there, or the blocks are
 not.
 """
 
@@ -15,7 +15,10 @@ from typing import Final
 from engine.protocol import DIGEST_BYTES, split_digests
 
 TTL_S: Final = 3.0
-"""Events take some hundredths of a second to the gateway that follows them, and a second by way of Redis."""
+"""Events take some hundredths of a second to the gateway that follows them."""
+
+SHARED_TTL_S: Final = 10.0
+"""To the others they come by way of Redis: in a second, or several where the gateway that follows is busy."""
 
 MAX_BLOCKS: Final = 1 << 16
 """Of all engines together; the oldest go first."""
@@ -31,12 +34,12 @@ class RecentBlocks:
     def __bool__(self) -> bool:
         return bool(self._until_s)
 
-    def add(self, incarnation: str, digests: bytes, held: int) -> None:
+    def add(self, incarnation: str, digests: bytes, held: int, ttl_s: float = TTL_S) -> None:
         """Blocks of a prompt from number `held` on were computed."""
         now_s = self._clock()
         for digest in split_digests(digests[held * DIGEST_BYTES :]):
             self._until_s.pop((incarnation, digest), None)
-            self._until_s[incarnation, digest] = now_s + TTL_S
+            self._until_s[incarnation, digest] = now_s + ttl_s
         for key in list(islice(self._until_s, max(0, len(self._until_s) - MAX_BLOCKS))):
             del self._until_s[key]
         while self._until_s and self._until_s[key := next(iter(self._until_s))] <= now_s:

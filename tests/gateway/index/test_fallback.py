@@ -17,8 +17,10 @@ from redis.asyncio import Redis
 from engine.protocol import BlockEvents, blocks_key, split_digests
 from gateway.index.index import PrefixIndex
 from gateway.index.memory_index import MemoryIndex
+from gateway.index.recent import SHARED_TTL_S, TTL_S, RecentBlocks
 from gateway.storage.breaker import RedisBreaker
 from gateway.storage.redis_calls import RedisCalls, connect
+from tests.fakes.clock import Clock
 from tests.fakes.redis_process import RedisProcess
 from tests.fakes.waiting import until
 
@@ -95,6 +97,20 @@ async def test_what_was_computed_a_moment_ago_is_known_while_neither_memory_nor_
     assert dict(await index.find("m", PROMPT, ["a", "b"])) == {"a": 3}
     index.drop("a")
     assert dict(await index.find("m", PROMPT, ["a", "b"])) == {}
+
+
+async def test_what_was_computed_is_known_for_longer_where_another_gateway_follows_the_events() -> None:
+    memory, clock = MemoryIndex(), Clock()
+    index = PrefixIndex(memory, None, retry_s=RETRY_S)
+    index._recent = RecentBlocks(clock)
+    memory.apply("a", BlockEvents(reset=True))
+    for name in ("a", "b"):
+        index.computed(name, PROMPT[:48])
+    assert dict(await index.find("m", PROMPT, ["a", "b"])) == {"a": 3, "b": 3}
+    clock.now_s += TTL_S
+    assert dict(await index.find("m", PROMPT, ["a", "b"])) == {"a": 0, "b": 3}
+    clock.now_s += SHARED_TTL_S - TTL_S
+    assert dict(await index.find("m", PROMPT, ["a", "b"])) == {"a": 0}
 
 
 async def test_an_outage_is_said_once_and_so_is_its_end(
