@@ -6,18 +6,22 @@ from __future__ import annotations
 import pytest
 
 from gateway.queues.router import LoadSnapshot
+from tests.bench import fleet_scale
 from tests.bench.fleet_scale import Fleet
 
 
-def test_a_fleet_is_routed_by_an_index_that_is_its_caches() -> None:
-    fleet = Fleet(20, seed=1)
+def test_a_fleet_is_routed_by_an_index_that_is_its_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With caches so small that they lose blocks."""
+    monkeypatch.setattr(fleet_scale, "CACHE_BLOCKS", 4_096)
+    monkeypatch.setattr(fleet_scale, "SLOTS", 16)
+    fleet = Fleet(20, seed=1, busy=0.6)
     figures = fleet.run(5_000)
     assert figures.requests == 5_000
     assert len(fleet.online) == 0
     assert not [slots for slots in fleet.online.engine_slots.values() if slots.taken]
     for engine in fleet.engines:
         assert fleet.memory._held[engine.hello.incarnation] == set(engine.cache.blocks)
-    assert figures.hit_blocks > 3 * figures.round_robin_blocks
+    assert figures.hit_blocks > 4 * figures.round_robin_blocks
     busy_s = [engine.busy_s for engine in fleet.engines]
     assert max(busy_s) < 2 * sum(busy_s) / len(busy_s), "no engine does the work of two"
 
