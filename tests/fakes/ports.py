@@ -7,14 +7,15 @@ import socket
 from contextlib import closing, suppress
 from typing import Final
 
-PORTS: Final = range(10240, 32768)
-"""Not those that the system gives to clients: a server may take a minute until it binds its own."""
+PORTS: Final = range(10240, 22768)
+"""The system gives neither these to clients nor those 10,000 above, which are a Redis Cluster's: a server may take a
+minute until it binds its own."""
 
 _CHANCE: Final = random.SystemRandom()  # two test processes do not take the same ones
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones, which nobody has at the moment."""
+    """Distinct ports that no process has bound."""
     found: dict[int, None] = {}
     while len(found) < count:
         port = _CHANCE.choice(PORTS)

@@ -32,7 +32,7 @@ FLUSH_S: Final = 1.0
 MAX_IN_FLIGHT: Final = 8
 """Lines of batches that a gateway works on."""
 MEMO_BYTES: Final = 1 << 20
-"""Of each memo of a gateway, and of the answers that it keeps while Redis is away: they are full within minutes, and
+"""Of each memo of a gateway, and of the answers that it keeps while Redis is down: they are full within minutes, and
 what grows then is a leak."""
 START_LIMIT_S: Final = 240.0
 WORKERS: Final = 2
