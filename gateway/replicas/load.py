@@ -32,19 +32,19 @@ METRICS: Final[Mapping[Kind, str]] = {"vllm": "metrics", "sglang": "metrics", "t
 RANK: Final[Mapping[Kind, str]] = {"vllm": "engine", "sglang": "dp_rank", "tensorrt-llm": "rank"}
 """The label that has the rank."""
 
-_STEPS: Final = "vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"  # the second before 0.11
-_NAMES: Final[Mapping[Kind, Mapping[str, str | tuple[str, ...]]]] = {  # of several the first that is there
+_NAMES: Final[Mapping[Kind, Mapping[str, str]]] = {  # of several the first that is there; others are of older versions
     "vllm": {
         "running": "vllm:num_requests_running",
         "waiting": "vllm:num_requests_waiting",
-        "used": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),  # 0..1; the second before 0.10
+        "used": "vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc",  # 0..1
         "prompt": "vllm:prompt_tokens_total",
         "cached": "vllm:prefix_cache_hits_total",
         "decoded": "vllm:generation_tokens_total",
         "prefilled": "vllm:request_prefill_kv_computed_tokens_sum",  # of finished requests, as the next
         "prefill_s": "vllm:request_prefill_time_seconds_sum",
-        "steps": tuple(f"{name}_count" for name in _STEPS),  # of all sequences
-        "steps_s": tuple(f"{name}_sum" for name in _STEPS),
+        # Of all sequences.
+        "steps": "vllm:inter_token_latency_seconds_count vllm:time_per_output_token_seconds_count",
+        "steps_s": "vllm:inter_token_latency_seconds_sum vllm:time_per_output_token_seconds_sum",
     },
     "sglang": {
         "running": "sglang:num_running_reqs",
@@ -107,7 +107,7 @@ class LoadMeter:
             loads = mapping(await caller.ask("v1/loads?include=core", LOAD_TIMEOUT_S, optional=True)).get("loads")
             if isinstance(loads, list):
                 return self._measured([_from_load(mapping(one)) for one in loads[:MAX_RANKS]])
-        lines = tuple(f"{metric}{end}" for name in _NAMES[kind] for metric in _metrics(kind, name) for end in "{ ")
+        lines = tuple(f"{metric}{end}" for names in _NAMES[kind].values() for metric in names.split() for end in "{ ")
         text = await caller.fetch(METRICS[kind], LOAD_TIMEOUT_S, optional=True)
         return self._measured(_from_metrics(kind, parse(text, lines)))
 
@@ -158,8 +158,8 @@ def _from_load(load: Mapping[str, Any]) -> tuple[RankLoad, _Done]:
 def _from_metrics(kind: Kind, metrics: Samples) -> list[tuple[RankLoad, _Done]]:
     def by_rank(name: str) -> dict[int, float]:
         """The sum over all other labels: the model and adapters of one rank."""
-        sums: dict[int, float] = {}
-        for labels, value in next((metrics[one] for one in _metrics(kind, name) if one in metrics), ()):
+        names, sums = _NAMES[kind].get(name, "").split(), dict[int, float]()
+        for labels, value in next((metrics[one] for one in names if one in metrics), ()):
             rank = whole(labels.get(RANK[kind]))
             sums[rank] = sums.get(rank, 0.0) + number(value)
         return sums
@@ -176,11 +176,6 @@ def _from_metrics(kind: Kind, metrics: Samples) -> list[tuple[RankLoad, _Done]]:
         timed = prefilled.get(rank, 0.0), prefill_s.get(rank, 0.0), steps.get(rank, tokens), steps_s.get(rank, 0.0)
         found.append((load, _Done(computed, tokens, *timed)))
     return found
-
-
-def _metrics(kind: Kind, name: str) -> tuple[str, ...]:
-    found = _NAMES[kind].get(name, ())
-    return (found,) if isinstance(found, str) else found
 
 
 async def is_alive(session: aiohttp.ClientSession, settings: ReplicaSettings) -> bool:
