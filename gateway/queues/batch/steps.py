@@ -213,9 +213,10 @@ class Steps:
         except OverloadedError:
             raise
         except _MissingError:
-            if len(self._missed_s) >= MAX_MISSED:
+            waited_s = self._now() - self._missed_s.setdefault(job.id, self._now())
+            if len(self._missed_s) > MAX_MISSED:
                 del self._missed_s[next(iter(self._missed_s))]
-            if self._now() - self._missed_s.setdefault(job.id, self._now()) < LOST_S:
+            if waited_s < LOST_S:
                 raise
             del self._missed_s[job.id]
             log.error("a batch of %s fails: Redis does not have the results of all its lines", job.tenant)
