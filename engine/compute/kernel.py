@@ -42,7 +42,7 @@ class QuantizedBlocks(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("values", "scales", "minima", "bias")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "run", "group_runs")),
-        *((name, ctypes.c_int32) for name in ("bits", "variant")),
+        *((name, ctypes.c_int32) for name in ("bits", "variant", "rotated")),
     )
 
 

@@ -41,7 +41,7 @@ typedef struct {
     const float *bias;            /* (outputs,) or null */
     int64_t inputs, outputs, run; /* run: inputs whose activations share a scale, 32 or 16 */
     int64_t group_runs;           /* runs that share a scale of the weight */
-    int32_t bits, variant;
+    int32_t bits, variant, rotated; /* rotated: runs of 32 are, of the weight, and of rows before they are rounded */
 } weight_t;
 
 typedef struct {
@@ -264,6 +264,15 @@ TARGET INLINE void N(round_run)(const product_t *p, const float *row, const int 
     p->less[at] = total * (p->weight->bits == 8 ? -FLIP : p->weight->minima ? 0 : -8);
 }
 
+/* Times the Hadamard matrix of 32: sums and differences of the halves, side by side, five times. */
+TARGET INLINE void N(rotate)(float *run) {
+    float next[32];
+    for (int turn = 0; turn < 5; turn++) {
+        for (int i = 0; i < 16; i++) next[2 * i] = run[i] + run[i + 16], next[2 * i + 1] = run[i] - run[i + 16];
+        memcpy(run, next, sizeof next);
+    }
+}
+
 TARGET static void N(round_rows)(const product_t *p, int64_t first, int64_t end) {
     const int64_t run = p->weight->run, inputs = p->weight->inputs;
     for (int64_t r = first; r < end; r++)
@@ -272,6 +281,10 @@ TARGET static void N(round_rows)(const product_t *p, int64_t first, int64_t end)
             const int64_t at = r * p->runs + g;
             float last[32] = {0};
             if (inputs - g * run < run) row = memcpy(last, row, 4 * (size_t)(inputs - g * run));
+            if (p->weight->rotated) {
+                row = memcpy(last, row, sizeof last);
+                N(rotate)(last);
+            }
             if (run == 32) N(round_run)(p, row, 32, at);
             else N(round_run)(p, row, 16, at);
         }

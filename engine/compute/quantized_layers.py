@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 import torch
@@ -103,7 +104,7 @@ class JoinedWeight:
 def weight_of(*linears: Any) -> Any:
     """The packed or quantised weight of linear layers with the same input, which are one product where they can be."""
     kept = [one.quantized for one in linears if isinstance(one, QuantizedLinear)]
-    kinds = {(q.bits, q.group, q.minima is None) for q in kept}
+    kinds = {(q.bits, q.group, q.minima is None, q.rotated) for q in kept}
     if len(linears) > 1 and (len(kinds) > 1 or len(kept) not in (0, len(linears))):
         return JoinedWeight([weight_of(one) for one in linears])
     biases = [one.bias for one in linears if one.bias is not None]
@@ -113,12 +114,11 @@ def weight_of(*linears: Any) -> Any:
     if len(kept) == 1:
         return QuantizedWeight(kept[0], bias)
     values, scales, minima = zip(*((q.values, q.scales, q.minima) for q in kept), strict=True)
-    joined = Quantized(
-        kept[0].bits,
-        torch.cat(values),
-        torch.cat(scales),
-        None if minima[0] is None else torch.cat(minima),
-        kept[0].group,
+    joined = replace(
+        kept[0],
+        values=torch.cat(values),
+        scales=torch.cat(scales),
+        minima=None if minima[0] is None else torch.cat(minima),
     )
     return QuantizedWeight(joined, bias)
 
@@ -166,7 +166,7 @@ def _has_experts(layer: Any) -> bool:
 def take_rows(q: Quantized, index: Tensor) -> Quantized:
     """The outputs `index` of a weight, in that order."""
     minima = None if q.minima is None else q.minima[index]
-    return Quantized(q.bits, q.values[index], q.scales[index], minima, q.group)
+    return replace(q, values=q.values[index], scales=q.scales[index], minima=minima)
 
 
 def assemble(config: Any, dtype: torch.dtype, weights: Iterable[tuple[str, Weight]], name: str) -> Any:
