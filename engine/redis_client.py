@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar, cast
 
 from redis.asyncio import Connection, Redis, RedisCluster, SSLConnection
@@ -107,12 +107,27 @@ class Script:
             return await self._redis.execute_command("EVAL", self._source, *rest)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _closed_is_lost() -> Iterator[None]:
+    """A write to a connection that its server has just closed is a RuntimeError to uvloop, which redis-py passes on."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "the handler is closed" not in str(error):
+            raise
+        raise RedisConnectionError("the server closed the connection") from None
+
+
 # -- one server, and the master behind sentinels -----------------------------------------------------------------------
 
 
 class _ToPrimary:
     """Of a connection: closed when its server has become a replica. Redis before 7 says so of scripts in the text of
     an error alone."""
+
+    async def send_packed_command(self, *args: Any, **options: Any) -> None:
+        with _closed_is_lost():
+            await super().send_packed_command(*args, **options)  # type: ignore[misc]
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:
@@ -279,7 +294,8 @@ class ClusterClient(RedisCluster):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         try:
-            return await super().execute_command(*args, **options)
+            with _closed_is_lost():
+                return await super().execute_command(*args, **options)
         except asyncio.CancelledError:  # its time was over: the node may hang, and have been replaced
             await self.aclose()
             raise
@@ -314,7 +330,8 @@ class _SplitPipeline(ClusterPipeline):
 
     async def execute(self, raise_on_error: bool = True, allow_redirections: bool = True) -> list[Any]:
         try:
-            results = await super().execute(raise_on_error, allow_redirections)
+            with _closed_is_lost():
+                results = await super().execute(raise_on_error, allow_redirections)
         except asyncio.CancelledError:
             await self.cluster_client.aclose()
             raise

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import uvloop
 from redis.asyncio import Redis, SSLConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
@@ -122,6 +123,36 @@ async def test_a_server_that_became_a_replica_is_left(own_redis: RedisProcess) -
     await redis.execute_command("REPLICAOF", "NO", "ONE")
     assert await script(keys=["a"]) == 2
     await close(redis)
+
+
+@pytest.mark.parametrize("of_cluster", [False, True])
+def test_a_write_to_a_connection_that_was_just_closed_is_a_lost_connection(
+    cluster: ClusterFleet, own_redis: RedisProcess, of_cluster: bool
+) -> None:
+    """redis-py has looked whether it is open; then it ends, and uvloop raises what is no OSError."""
+
+    async def main() -> None:
+        async with opened(cluster.url if of_cluster else own_redis.url) as redis:
+            await redis.get("a")
+            kinds = (redis.nodes_manager if of_cluster else redis.connection_pool).connection_kwargs  # type: ignore[attr-defined]
+            kind = kinds["connection_class"] if of_cluster else redis.connection_pool.connection_class
+            with pytest.MonkeyPatch.context() as patch:
+                write = kind._send_packed_command
+
+                async def close_and_write(self: Any, command: Any) -> None:
+                    self._writer.transport.abort()
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                    await write(self, command)
+
+                patch.setattr(kind, "_send_packed_command", close_and_write)
+                with pytest.raises(RedisConnectionError, match="closed"):
+                    await redis.get("a")
+                with pytest.raises(RedisConnectionError, match="closed"):
+                    await redis.pipeline(transaction=False).get("a").execute()
+            assert await redis.get("a") is None
+
+    uvloop.run(main())
 
 
 async def test_rediss_is_tls_with_the_ca_and_the_certificate_that_the_url_names(
