@@ -25,7 +25,7 @@ from tests.fakes.waiting import until
 
 STALL_S: Final = 0.25
 LOOK_S: Final = 5.0
-WARM_S: Final = 1200.0
+WARM_S: Final = 1800.0
 """Of a life that are no part of its slope: memos fill, and jobs that are kept for five minutes become as many as they
 will be."""
 BLOCK_S: Final = 300.0
