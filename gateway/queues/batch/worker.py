@@ -85,11 +85,13 @@ class Worker:
 
     async def kill(self) -> None:
         """Stops without putting lines back."""
-        left = {*self._loops, *self._stepping.values(), *self._running.tasks()}
-        while left:
+        while left := [task for task in self._tasks() if not task.done()]:
             for task in left:
                 task.cancel()
-            _, left = await asyncio.wait(left, timeout=CANCEL_S)  # see tasks.was_cancelled: some need two
+            await asyncio.wait(left, timeout=CANCEL_S)  # see tasks.was_cancelled: some need two, and begin others first
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [*self._loops, *self._stepping.values(), *self._running.tasks()]
 
     @property
     def in_flight(self) -> int:

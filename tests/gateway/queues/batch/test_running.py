@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,34 @@ async def test_a_model_whose_lines_take_long_leaves_places_to_the_lines_of_other
         assert len(runner.holding) <= 4
         runner.gate.set()
         assert (await lane.ended(slow)).counts == Counts(9, succeeded=9)
+
+
+async def test_a_gateway_that_stops_puts_back_what_it_was_about_to_begin(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, claimed = lane.lines.claim, asyncio.Event()
+
+    async def deaf(*args: Any) -> list[Claim]:
+        """As redis-py, which may drop a cancellation that comes together with the answer."""
+        found = await claim(*args)
+        if found:
+            claimed.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        return found
+
+    job, runner = await lane.create(rows(4, hold=True)), FakeRunner()
+    with monkeypatch.context() as patched:
+        patched.setattr(lane.lines, "claim", deaf)
+        worker = lane.worker(runner)
+        worker.start()
+        await claimed.wait()
+        await worker.close()
+    assert worker.in_flight == 0
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "batch line"]
+    runner.gate.set()
+    async with lane.gateway(runner):
+        assert (await lane.ended(job)).counts == Counts(4, succeeded=4)
 
 
 async def test_names_that_no_engine_has_take_no_place_from_a_model_that_is_served(
