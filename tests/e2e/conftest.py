@@ -3,7 +3,7 @@ before; whoever needs an empty cache, other settings or an engine to kill starts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 
@@ -38,6 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and "[vllm" in item.name and item.originalname in DIFFERENT:
             item.add_marker(pytest.mark.skip(reason=f"with replicas: {DIFFERENT[item.originalname]}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport]:
+    """A failed test says what its servers said."""
+    report = yield
+    if report.when == "call" and report.failed:
+        used = item.funcargs.items() if isinstance(item, pytest.Function) else ()
+        report.sections += [(f"{name} said", one.tell()) for name, one in used if isinstance(one, Server)]
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,10 @@ import openai
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 60.0
 CLIENT_LIMIT_S = 60.0
+WRITE_LIMIT_S = 2.0
+TOLD_LINES, TOLD_REQUESTS = 40, 4
+ADMIN_KEY = "admin-key-123"
+"""Of servers that have keys; the others ask for none."""
 
 
 class Server:
@@ -138,6 +142,18 @@ class Server:
         with urllib.request.urlopen(request, timeout=30) as answer:
             body = answer.read().decode()
             return json.loads(body) if "json" in answer.headers["content-type"] else body
+
+    def tell(self) -> str:
+        """Of a failed test: what it printed last, and the lives of the latest requests, which it has written by now or
+        never will."""
+        threading.Event().wait(WRITE_LIMIT_S)
+        told = self.lines[-TOLD_LINES:]
+        try:
+            rows = self.get(f"/admin/requests?limit={TOLD_REQUESTS}", ADMIN_KEY)["requests"]
+            told += [json.dumps(self.get(f"/admin/requests/{row['row']}", ADMIN_KEY)) for row in rows]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            told.append(f"no requests: {error!r}")
+        return "\n".join(told)
 
     def children(self, *names: str) -> list[int]:
         """Process ids of our direct children whose command line contains one of `names`."""
