@@ -8,7 +8,7 @@ renews them in its cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -92,17 +92,23 @@ class PrefixLeases:
     ) -> Claim | None:
         """A request is about to be sent: the leases that it begins with are renewed. None for one that has nothing to
         do with leases."""
-        self.leases.expire(now)
-        if not request.use_cache or not (prompt.breakpoints or self.leases.any_of(request.salt)):
+        if not request.use_cache:
             return None
-        digests = split_digests(prompt.digests)
-        found = self.leases.find(request.salt, prompt.tokens, digests)
-        if found and found[0].fingerprint != take_fingerprint(prompt.tokens[: found[0].tokens * TOKEN_BYTES]):
-            found = []  # its digests stand for other tokens
+        found = self.find(prompt, request.salt, now)
         self.leases.renew(found, request.received_s)
         if not found and not prompt.breakpoints:
             return None
-        return Claim(request, prompt, digests, found, pushed, predicted_tokens)
+        return Claim(request, prompt, split_digests(prompt.digests), found, pushed, predicted_tokens)
+
+    def find(self, prompt: EncodedPrompt, salt: str, now: float) -> list[Lease]:
+        """The leases whose tokens a prompt begins with, longest first."""
+        self.leases.expire(now)
+        if not self.leases.any_of(salt):
+            return []
+        found = self.leases.find(salt, prompt.tokens, split_digests(prompt.digests))
+        if found and found[0].fingerprint != take_fingerprint(prompt.tokens[: found[0].tokens * TOKEN_BYTES]):
+            return []  # its digests stand for other tokens
+        return found
 
     def grant(self, claim: Claim, now: float) -> None:
         """Its prompt is computed: its breakpoints become leases, and degraded ones that it uses are kept again."""
@@ -133,21 +139,29 @@ class PrefixLeases:
         self._tidy()
         return lease
 
-    def describe(self, claim: Claim, update: SequenceUpdate, cached_tokens: int) -> None:
+    def describe(
+        self, claim: Claim, update: SequenceUpdate, cached_tokens: int, elsewhere: Iterable[Lease] = ()
+    ) -> None:
         """Fills in the figures of leases, of which those were read whose blocks were reused. `cached_tokens` as the
-        server reports, or as the index predicts."""
+        server reports, or as the index predicts. `elsewhere`: what other replicas keep of the prompt, asked for where
+        this one reused more than its own leases say."""
         points, made, most = claim.prompt.breakpoints, claim.made or (), claim.prompt.num_tokens - 1
         page = self._page_tokens
-        reused = (one.tokens for one in claim.found if cached_tokens >= min(one.tokens, most) // page * page)
-        read, kept = next(reused, 0), max((lease.tokens for lease in made if lease.state == "kept"), default=0)
+
+        def reused(leases: Iterable[Lease]) -> set[int]:
+            return {one.tokens for one in leases if cached_tokens >= min(one.tokens, most) // page * page}
+
+        reads = reused(claim.found)
+        if points and cached_tokens >= max(reads, default=0) // page * page + page:
+            reads |= reused(elsewhere)
+        read, kept = max(reads, default=0), max((lease.tokens for lease in made if lease.state == "kept"), default=0)
         if not read and not points:
             return
         update.lease_read_tokens, update.lease_write_tokens = read, max(0, kept - read)
         update.leases_degraded = sum(lease.state in ("degraded", "dropped") for lease in made)
         if read and points:
-            update.lease_reads = list(dict.fromkeys(one.tokens for one in claim.found if one.tokens <= read))[
-                :MAX_READS
-            ]
+            reads |= {one.tokens for one in claim.found if one.tokens <= read}
+            update.lease_reads = sorted(reads, reverse=True)[:MAX_READS]
 
     # -- what is to be touched -----------------------------------------------------------------------------------------
 

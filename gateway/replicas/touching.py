@@ -20,8 +20,9 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
 import aiohttp
@@ -191,6 +192,7 @@ class LeaseKeeper:
         self._hello: Hello | None = None  # of the last lifetime
         self._left_s = math.inf
         self._moved_s = -math.inf  # when leases were moved last, or tried to
+        self._others: Sequence[LeaseKeeper] = ()  # of the fleet
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self._lost: dict[bytes, None] = {}  # prefixes that are not there, or may not be: to be computed in idle time
@@ -266,10 +268,18 @@ class LeaseKeeper:
                     self._lost.pop(lease.digest, None)
             self._share()
         cached = claim.predicted_tokens if update.cached_tokens is None else update.cached_tokens
-        leases.describe(claim, update, cached)
+        leases.describe(claim, update, cached, self._elsewhere(claim))
         claim.is_told = final
         if final:
             leases.leases.counters.read_tokens += update.lease_read_tokens or 0
+
+    def find(self, prompt: EncodedPrompt, salt: str) -> Sequence[Lease]:
+        """The leases whose tokens a prompt begins with."""
+        return () if self._leases is None else self._leases.find(prompt, salt, self._clock())
+
+    def _elsewhere(self, claim: Claim) -> Iterator[Lease]:
+        """What other replicas keep of its prompt: this one may have computed the same."""
+        return chain.from_iterable(one.find(claim.prompt, claim.request.salt) for one in self._others)
 
     def ended(self, tokens: int) -> None:
         """An answer of so many tokens."""
@@ -326,6 +336,7 @@ class LeaseKeeper:
     async def hand_over(self, others: Iterable[LeaseKeeper]) -> None:
         """Moves the leases of a replica that drains, or is lost for LOST_S, to others that have room. Does nothing for
         any other one. Of several gateways one moves them; each forgets those that another replica keeps."""
+        self._others = [one for one in others if one is not self]
         leases, now = self._leases, self._clock()
         is_leaving = self.draining or now - self._left_s >= LOST_S
         if leases is None or not is_leaving or now - self._moved_s < RETRY_S:
@@ -334,7 +345,7 @@ class LeaseKeeper:
         if self._joined is None:
             await self._sync()
             leases.leases.expire(now)
-        targets = [one for one in others if one.may_take(self)]
+        targets = [one for one in self._others if one.may_take(self)]
         for lease in sorted(leases.leases, key=lambda one: -one.tokens) if targets else ():
             await asyncio.sleep(0)  # a long prefix takes milliseconds
             if lease.block is None:

@@ -88,7 +88,11 @@ class LeasedReplica:
 
     def salted(self, tokens: Sequence[int], tenant: str = "a") -> bytes:
         """Packed digests of a tenant's prompt."""
-        return self._digests(derived_salt("secret", Tenant(tenant).salt), tokens)
+        return self._digests(self.salt(tenant), tokens)
+
+    def salt(self, tenant: str = "a") -> str:
+        """That the server is sent with a tenant's requests."""
+        return derived_salt("secret", Tenant(tenant).salt)
 
     # -- the server ----------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,23 @@ async def test_a_draining_replica_is_not_touched_and_another_one_keeps_what_it_k
     await leave(old.keeper, new.keeper)
 
 
+async def test_what_another_replica_keeps_is_read_where_a_replica_has_it_without_a_lease() -> None:
+    one, two = LeasedReplica(64), LeasedReplica(64)
+    await one.ask([*LONG, 7], 100, 165)
+    await two.keeper.hand_over([one.keeper, two.keeper])
+    two.run(LONG[:128], two.salt())  # as warming.py does
+    update = await two.ask([*LONG, 8], 165)
+    assert (update.lease_read_tokens, update.lease_write_tokens, update.lease_reads) == (100, 65, [100])
+    update = await two.ask([*LONG, 9], 165)
+    assert (update.lease_read_tokens, update.lease_write_tokens, update.lease_reads) == (165, 0, [165])
+    update = await two.ask([*LONG, 9], 165, tenant="b")
+    assert (update.lease_read_tokens, update.lease_write_tokens) == (0, 165)
+    two.run(OTHER, two.salt())
+    update = await two.ask([*OTHER, 8], 96)
+    assert (update.lease_read_tokens, update.lease_write_tokens) == (0, 96), "no client asked to keep it before"
+    await leave(one.keeper, two.keeper)
+
+
 async def test_a_moved_lease_ends_when_it_would_have_ended() -> None:
     old, new = LeasedReplica(64), LeasedReplica(64)
     await old.ask([*LONG, 7], 165)
