@@ -92,21 +92,20 @@ class PrefixLeases:
     ) -> Claim | None:
         """A request is about to be sent: the leases that it begins with are renewed. None for one that has nothing to
         do with leases."""
-        if not request.use_cache:
+        if not request.use_cache or not (prompt.breakpoints or self.leases.any_of(request.salt)):
             return None
-        found = self.find(prompt, request.salt, now)
+        digests = split_digests(prompt.digests)
+        found = self.find(request.salt, prompt.tokens, digests, now)
         self.leases.renew(found, request.received_s)
         if not found and not prompt.breakpoints:
             return None
-        return Claim(request, prompt, split_digests(prompt.digests), found, pushed, predicted_tokens)
+        return Claim(request, prompt, digests, found, pushed, predicted_tokens)
 
-    def find(self, prompt: EncodedPrompt, salt: str, now: float) -> list[Lease]:
+    def find(self, salt: str, tokens: bytes, digests: Sequence[bytes], now: float) -> list[Lease]:
         """The leases whose tokens a prompt begins with, longest first."""
         self.leases.expire(now)
-        if not self.leases.any_of(salt):
-            return []
-        found = self.leases.find(salt, prompt.tokens, split_digests(prompt.digests))
-        if found and found[0].fingerprint != take_fingerprint(prompt.tokens[: found[0].tokens * TOKEN_BYTES]):
+        found = self.leases.find(salt, tokens, digests)
+        if found and found[0].fingerprint != take_fingerprint(tokens[: found[0].tokens * TOKEN_BYTES]):
             return []  # its digests stand for other tokens
         return found
 
@@ -139,9 +138,7 @@ class PrefixLeases:
         self._tidy()
         return lease
 
-    def describe(
-        self, claim: Claim, update: SequenceUpdate, cached_tokens: int, elsewhere: Iterable[Lease] = ()
-    ) -> None:
+    def describe(self, claim: Claim, update: SequenceUpdate, cached_tokens: int, elsewhere: Iterable[Lease]) -> None:
         """Fills in the figures of leases, of which those were read whose blocks were reused. `cached_tokens` as the
         server reports, or as the index predicts. `elsewhere`: what other replicas keep of the prompt, asked for where
         this one reused more than its own leases say."""
@@ -160,7 +157,6 @@ class PrefixLeases:
         update.lease_read_tokens, update.lease_write_tokens = read, max(0, kept - read)
         update.leases_degraded = sum(lease.state in ("degraded", "dropped") for lease in made)
         if read and points:
-            reads |= {one.tokens for one in claim.found if one.tokens <= read}
             update.lease_reads = sorted(reads, reverse=True)[:MAX_READS]
 
     # -- what is to be touched -----------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class LeaseKeeper:
         self._hello: Hello | None = None  # of the last lifetime
         self._left_s = math.inf
         self._moved_s = -math.inf  # when leases were moved last, or tried to
-        self._others: Sequence[LeaseKeeper] = ()  # of the fleet
+        self._others: Sequence[LeaseKeeper] = ()  # of the fleet, as `hand_over` heard of them
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self._lost: dict[bytes, None] = {}  # prefixes that are not there, or may not be: to be computed in idle time
@@ -273,13 +273,16 @@ class LeaseKeeper:
         if final:
             leases.leases.counters.read_tokens += update.lease_read_tokens or 0
 
-    def find(self, prompt: EncodedPrompt, salt: str) -> Sequence[Lease]:
-        """The leases whose tokens a prompt begins with."""
-        return () if self._leases is None else self._leases.find(prompt, salt, self._clock())
+    def find(self, claim: Claim) -> Sequence[Lease]:
+        """The leases that the prompt of a request to another replica begins with."""
+        leases, prompt = self._leases, claim.prompt
+        if leases is None:
+            return ()
+        return leases.find(claim.request.salt, prompt.tokens, claim.digests, self._clock())
 
     def _elsewhere(self, claim: Claim) -> Iterator[Lease]:
         """What other replicas keep of its prompt: this one may have computed the same."""
-        return chain.from_iterable(one.find(claim.prompt, claim.request.salt) for one in self._others)
+        return chain.from_iterable(one.find(claim) for one in self._others)
 
     def ended(self, tokens: int) -> None:
         """An answer of so many tokens."""
@@ -335,7 +338,8 @@ class LeaseKeeper:
 
     async def hand_over(self, others: Iterable[LeaseKeeper]) -> None:
         """Moves the leases of a replica that drains, or is lost for LOST_S, to others that have room. Does nothing for
-        any other one. Of several gateways one moves them; each forgets those that another replica keeps."""
+        any other one. Of several gateways one moves them; each forgets those that another replica keeps. `others` are
+        the fleet's, and remembered: what they keep counts as read here (see `_elsewhere`)."""
         self._others = [one for one in others if one is not self]
         leases, now = self._leases, self._clock()
         is_leaving = self.draining or now - self._left_s >= LOST_S
