@@ -1,9 +1,9 @@
 """Keeps leased prefixes in the cache of a replica, which knows no leases.
 
 These servers evict what was used longest ago. A request of one token that begins with a prefix moves its blocks to the
-recent end. So it is touched before so much was stored that its blocks are next: after a third of what is neither live
-nor leased, counted in tokens, not by the clock. A user's request that begins with it counts as a touch. What was
-evicted all the same, as KV events say, or is gone with a restart, is computed again by a touch in idle time.
+recent end. So it is touched before so much was stored that its blocks are next (touch_plan.py). A user's request that
+begins with it counts as a touch. What was evicted all the same, as KV events say, or is gone with a restart, is
+computed again by a touch in idle time.
 
 One touch at a time for each replica, with a time limit; one that fails is tried again later and disturbs no request.
 Leases of a replica that drains, or is lost for LOST_S, move to others with the same namespace and tokenizer, which
@@ -37,16 +37,11 @@ from gateway.replicas.calls import mapping, read_body, whole
 from gateway.replicas.prefix_leases import Claim, LeaseBudget, Prefix, PrefixLeases
 from gateway.replicas.requests import Target
 from gateway.replicas.shared_leases import RENEW_SHARE, SharedLease, SharedLeases
+from gateway.replicas.touch_plan import TouchPlan
 from gateway.storage.redis_calls import RedisCalls
 from gateway.types import EncodedPrompt, Request
 
 log = logging.getLogger(__name__)
-
-TOUCH_SHARE: Final = 1 / 3
-"""Of the tokens that are neither live nor leased, which may be stored from one touch to the next."""
-
-LEAST_SHARE: Final = 1 / 32
-"""Of the whole cache: what is stored from one touch to the next at least, however much of it is live."""
 
 LOOK_S: Final = 0.25
 SYNC_S: Final = 1.0
@@ -62,80 +57,6 @@ LOST_S: Final = 30.0
 LOWEST_PRIORITY: Final = (1 << 31) - 1
 
 COUNTERS: Final = ("touches", "touch_failures", "touched_tokens", "recomputed_tokens")
-
-
-class TouchPlan:
-    """When prefixes are to be touched. Pure; all counts are tokens.
-
-    own     that this gateway's requests store, in whole pages
-    full    of these, those that KV events tell of
-    stored  that KV events told of
-    base    what `stored` is ahead of `full`, as far as it is counted in `others`
-    """
-
-    def __init__(self, capacity_tokens: int, page_tokens: int) -> None:
-        self._capacity = capacity_tokens
-        self._page = page_tokens
-        self._own = self._full = self._others = self._base = self._unseen = 0
-        self._ahead: int | None = None  # of the base, at most, since the last mark
-        self._marks: dict[bytes, tuple[float, float]] = {}  # prefix -> `pushed` at its last touch, and how much is left
-
-    @property
-    def pushed(self) -> float:
-        """Tokens that were stored, by this gateway and by others, since the start."""
-        return self._own + self._others
-
-    @property
-    def own(self) -> int:
-        """Of these, by this gateway."""
-        return self._own
-
-    def sent(self, new_tokens: int) -> int:
-        """So many tokens will be stored. Returns what is counted: a page that stays incomplete takes its place, without
-        an event."""
-        full = new_tokens // self._page * self._page
-        self._own += full + self._page
-        self._full += full
-        return full + self._page
-
-    def store(self, tokens: int) -> None:
-        """So many were stored since the start of the follower, as its events say."""
-        ahead = tokens - self._full - self._base
-        self._ahead = max(ahead, ahead if self._ahead is None else self._ahead)
-        if ahead > 0:
-            self._others += ahead
-            self._base += ahead
-
-    def store_unseen(self, tokens: int) -> None:
-        """Others stored so many since the start, which no event tells of."""
-        self._others += tokens - self._unseen
-        self._unseen = tokens
-
-    def mark(self, name: bytes, used: float, taken: int) -> None:
-        """A prefix was used when `pushed` was `used`. `taken` tokens are live, will soon be, or are leased."""
-        before, _ = self._marks.get(name, (-math.inf, 0))
-        if used >= before:
-            left = max(self._capacity * LEAST_SHARE, (self._capacity - taken) * TOUCH_SHARE)
-            self._marks[name] = used, left
-        # What was counted all the time and never told of, as by requests that failed, hides no others from now on.
-        self._base += min(0, self._ahead or 0)
-        self._ahead = None
-
-    def keep(self, names: Iterable[bytes]) -> None:
-        """Forgets all other prefixes."""
-        self._marks = {name: mark for name in names if (mark := self._marks.get(name)) is not None}
-
-    def forget(self) -> None:
-        """The cache begins empty."""
-        self._marks.clear()
-        self._base, self._ahead = -self._full, None
-
-    def is_known(self, name: bytes) -> bool:
-        return name in self._marks
-
-    def is_due(self, name: bytes) -> bool:
-        used, left = self._marks.get(name, (-math.inf, 0))
-        return self.pushed - used >= left
 
 
 class Follower(Protocol):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.replicas.base import Kind
-from gateway.replicas.touching import TouchPlan
+from gateway.replicas.touch_plan import TouchPlan
 from gateway.types import Tenant
 from tests.fakes.leased_replica import TTL_S, LeasedReplica
 
