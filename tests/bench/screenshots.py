@@ -17,8 +17,8 @@ from typing import Any
 from playwright.async_api import Page, async_playwright
 
 from tests.fakes import demo_traffic
-from tests.fakes.demo_traffic import ADMIN_KEY, CONFIG, HOSTILE, TENANTS
-from tests.fakes.server import Server, inside
+from tests.fakes.demo_traffic import CONFIG, HOSTILE, TENANTS
+from tests.fakes.server import ADMIN_KEY, Server, inside
 
 FOLDER = Path(__file__).parents[2] / "docs/screenshots"
 MAX_BYTES = 100_000

@@ -16,8 +16,8 @@ import pytest_asyncio
 
 from tests.fakes import demo_traffic
 from tests.fakes.browsing import LIMIT_MS, MARKS, chromium, visit
-from tests.fakes.demo_traffic import ADMIN_KEY, CONFIG, GREEDY, HOSTILE, TENANTS
-from tests.fakes.server import Server, inside
+from tests.fakes.demo_traffic import CONFIG, GREEDY, HOSTILE, TENANTS
+from tests.fakes.server import ADMIN_KEY, Server, inside
 from tests.fakes.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), *MARKS]

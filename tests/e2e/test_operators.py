@@ -16,9 +16,9 @@ import redis as redis_client
 
 from gateway.admin.requests import MOST
 from tests.fakes.browsing import MARKS, chromium, visit
-from tests.fakes.demo_traffic import ADMIN_KEY, TENANTS
+from tests.fakes.demo_traffic import TENANTS
 from tests.fakes.redis_process import RedisProcess
-from tests.fakes.server import Server, inside
+from tests.fakes.server import ADMIN_KEY, Server, inside
 from tests.fakes.upstream import CHAT, StubUpstream, upstream
 from tests.fakes.waiting import until
 

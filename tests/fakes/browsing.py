@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.demo_traffic import ADMIN_KEY
-from tests.fakes.server import Server
+from tests.fakes.server import ADMIN_KEY, Server
 
 CHROMIUM = shutil.which("chromium")
 AXE = Path(__file__).parents[2] / ".clients/node_modules/axe-core/axe.min.js"

@@ -10,7 +10,8 @@ from typing import Any
 
 import aiohttp
 
-ADMIN_KEY = "admin-key-123"
+from tests.fakes.server import ADMIN_KEY
+
 HOSTILE = '<img src=x onerror="document.title=1">'
 """A client's own name of a model: one of an alias, and of a model that is not there."""
 
