@@ -5,6 +5,8 @@ killed when. Blocking: store.py calls this from threads.
     ROOT/TENANT/NAME.part  an upload, or a description; locked by the process that writes it
     ROOT/TENANT/ID.data    the bytes
     ROOT/TENANT/ID.json    the description; a file exists from when it is written until it is removed
+    ROOT/TENANT/ID.gone    instead of both, of a batch's result that was deleted: a batch whose end Redis lost in a
+                           fail-over ends again, with files of the same ids
 
 A sweep removes what a killed process left: a part that is not locked, bytes without a description.
 """
@@ -29,13 +31,14 @@ import orjson
 from gateway import disk
 from gateway.config import FileSettings
 from gateway.errors import QuotaError
-from gateway.types import StoredFile
+from gateway.types import BATCH_OUTPUT, StoredFile
 
 log = logging.getLogger(__name__)
 
 WHAT: Final = "Files"
 LOCK_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.01
+GONE_S: Final = 86_400.0  # after a batch's end in which it may end again
 
 _NO_LINK: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 _ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -69,7 +72,7 @@ class Folder:
         file_id: str | None = None,
     ) -> StoredFile:
         """Makes a file of an upload: durable, and visible to every gateway, when this returns. With a `file_id` of an
-        existing file, that one stays as it is and is returned.
+        existing file, that one stays as it is and is returned; one that was deleted stays so.
 
         Raises QuotaError, StorageFullError and StorageError; the caller discards the part in any case.
         """
@@ -88,6 +91,8 @@ class Folder:
                 created_s=now_s,
                 expires_s=None if ttl_s is None else now_s + ttl_s,
             )
+            if (folder / f"{stored.id}.gone").exists():
+                return stored
             description = disk.Part(folder, self._check_disk, WHAT)
             try:
                 part.keep_as(folder / f"{stored.id}.data")
@@ -145,9 +150,11 @@ class Folder:
 
     def delete(self, tenant: str, file_id: str) -> bool:
         """Whether it existed."""
-        if self.find(tenant, file_id) is None:
+        if (stored := self.find(tenant, file_id)) is None:
             return False
         with self._locked(tenant) as folder:
+            if stored.purpose == BATCH_OUTPUT and not self._is_forgotten(gone := f"{file_id}.gone"):
+                (folder / gone).touch(0o600)
             return _remove(folder, file_id)
 
     def sweep(self) -> int:
@@ -160,7 +167,7 @@ class Folder:
                 over = [file_id for file_id, stored in self._read(tenant).items() if self._is_over(stored)]
                 removed += sum(_remove(folder, file_id) for file_id in over)
                 names = set(os.listdir(folder))
-                left = [name for name in names if _is_left(folder, name, names)]
+                left = [name for name in names if _is_left(folder, name, names) or self._is_forgotten(name)]
                 for name in left:
                     (folder / name).unlink(missing_ok=True)
                 removed += len(left)
@@ -208,6 +215,13 @@ class Folder:
         found = {file_id: known.get(file_id) or _read_description(folder, file_id) for file_id in ids}
         self._known[tenant] = {file_id: stored for file_id, stored in found.items() if stored is not None}
         return self._known[tenant]
+
+    def _is_forgotten(self, name: str) -> bool:
+        """Whether this is ID.gone of a batch that ended too long ago to end again. An id begins with its time."""
+        file_id, _, kind = name.partition(".")
+        if kind != "gone" or not _ID.fullmatch(file_id):
+            return False
+        return int(file_id[:16], 16) / 1e6 <= self._now() - GONE_S
 
     def _is_over(self, stored: StoredFile) -> bool:
         return stored.expires_s is not None and stored.expires_s <= self._now()

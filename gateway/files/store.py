@@ -19,7 +19,7 @@ from gateway.config import FileSettings
 from gateway.disk import Part
 from gateway.errors import FileTooLargeError, QueueFullError, StorageError
 from gateway.files.folder import Folder, too_many_bytes
-from gateway.types import StoredFile
+from gateway.types import BATCH_OUTPUT, StoredFile
 
 log = logging.getLogger(__name__)
 
@@ -121,20 +121,19 @@ class FileStore:
         tenant: str,
         file_id: str,
         filename: str,
-        purpose: str,
         ttl_s: float | None,
         chunks: AsyncIterator[bytes],
     ) -> StoredFile:
-        """Stores JSON lines as a file of this id. An existing file stays as it is and is returned: a step that is
-        repeated after a crash adds nothing. `ttl_s` None: that of batch files. Raises QuotaError, StorageFullError and
-        StorageError."""
+        """Stores results of a batch, JSON lines, as a file of this id. An existing file stays as it is and is returned,
+        and one that was deleted stays so: a step that is repeated after a crash adds nothing. `ttl_s` None: that of
+        batch files. Raises QuotaError, StorageFullError and StorageError."""
         if (there := await self.find(tenant, file_id)) is not None:
             return there
         ttl_s = self.settings.batch_ttl_s if ttl_s is None else ttl_s
         async with self._part(tenant) as (part, _):
             async for chunk in chunks:
                 await self.run(partial(part.write, chunk))
-            keep = partial(self.folder.keep, part, tenant, filename, purpose, JSON_LINES, ttl_s, file_id=file_id)
+            keep = partial(self.folder.keep, part, tenant, filename, BATCH_OUTPUT, JSON_LINES, ttl_s, file_id=file_id)
             return await self.run(keep)
 
     async def link(self, tenant: str, file_id: str, path: Path) -> bool:

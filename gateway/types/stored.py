@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from engine.protocol.frozen import dataclass
 
@@ -31,6 +32,10 @@ class CachedContent:
     expires_s: float
     display_name: str = ""
     estimated: bool = False
+
+
+BATCH_OUTPUT: Final = "batch_output"
+"""The purpose of files with results of a batch."""
 
 
 @dataclass(frozen=True, slots=True)

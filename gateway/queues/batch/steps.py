@@ -19,7 +19,7 @@ from gateway.queues.batch.base import Checked, Job, JobError, LinePlan, Runner, 
 from gateway.queues.batch.folder import num_fitting
 from gateway.queues.batch.job import Step, new_id, next_step, why_dropped
 from gateway.queues.batch.lines import KINDS, Kind, Progress, Result
-from gateway.queues.batch.store import FILE_PURPOSE, Stores
+from gateway.queues.batch.store import Stores
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class Steps:
     async def _add(self, job: Job, file_id: str, name: str, kinds: Collection[Kind]) -> None:
         async with aclosing(self._results(job, kinds)) as chunks:
             filename = f"batch_{job.id}_{name}.jsonl"
-            await self._files.add(job.tenant, file_id, filename, FILE_PURPOSE, job.output_ttl_s, chunks)
+            await self._files.add(job.tenant, file_id, filename, job.output_ttl_s, chunks)
 
     async def _put_results(self, job: Job) -> None:
         with self._folder.writing(job) as part:

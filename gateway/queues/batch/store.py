@@ -30,8 +30,6 @@ CHUNK_BYTES: Final = 1 << 20
 MAX_TRIES: Final = 16
 """To change a job that is changed at the same time."""
 
-FILE_PURPOSE: Final = "batch_output"
-
 
 class Files(Protocol):
     """What batches need of the tenants' files."""
@@ -44,11 +42,10 @@ class Files(Protocol):
         tenant: str,
         file_id: str,
         filename: str,
-        purpose: str,
         ttl_s: float | None,
         chunks: AsyncIterator[bytes],
     ) -> StoredFile:
-        """Stores a file with this id, unless there is one."""
+        """Stores a file with this id, unless there is one, or was one that was deleted."""
 
 
 @dataclass(frozen=True)

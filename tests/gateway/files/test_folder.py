@@ -14,8 +14,8 @@ from gateway.config import FileSettings
 from gateway.disk import Part
 from gateway.errors import QuotaError, StorageError, StorageFullError
 from gateway.files import folder as module
-from gateway.files.folder import Folder
-from gateway.types import StoredFile
+from gateway.files.folder import GONE_S, Folder
+from gateway.types import BATCH_OUTPUT, StoredFile
 from tests.fakes.tuned import tuned
 
 LIMITS = tuned(FileSettings, max_files=3, max_bytes=1000, min_free_bytes=0)
@@ -262,6 +262,33 @@ def test_a_file_whose_id_was_chosen_before_is_made_once(bench: Bench) -> None:
     assert bench.bytes_of(made[0]) == b"first"
     assert bench.names() == [f"{chosen}.data", f"{chosen}.json"]
     assert bench.put(b"later").id > chosen
+
+
+def test_results_that_were_deleted_are_not_made_again_when_their_batch_ends_again(bench: Bench) -> None:
+    chosen, other = (f"{round(bench.now_s * 1e6):016x}{number:016x}" for number in range(2))
+
+    def end(gateway: Folder, file_id: str) -> StoredFile:
+        part, _ = gateway.begin("a")
+        part.write(b"results")
+        try:
+            return gateway.keep(part, "a", "x", BATCH_OUTPUT, "", None, file_id=file_id)
+        finally:
+            part.discard()
+
+    made = end(bench.one, chosen)
+    assert bench.other.delete("a", chosen)
+    bench.now_s += GONE_S - 1
+    assert bench.one.sweep() == 0
+    assert end(bench.one, chosen).id == chosen
+    assert bench.names() == [f"{chosen}.gone"]
+    assert bench.one.all_of("a") == []
+    assert bench.one.find("a", chosen) is None
+    bench.now_s += 1
+    assert bench.one.sweep() == 1, "what no batch will make again"
+    end(bench.one, other)
+    assert bench.one.delete("a", other)
+    assert bench.names() == []
+    assert made.purpose == BATCH_OUTPUT
 
 
 @pytest.mark.parametrize("error", [None, errno.EXDEV, errno.EPERM])
