@@ -29,6 +29,7 @@ from gateway import tasks
 from gateway.config import ReplicaSettings
 from gateway.digests import derived_salt
 from gateway.errors import BadRequestError, EngineLostError, KvasirError, UnsupportedError
+from gateway.replicas.answers import wrong_count
 from gateway.replicas.base import ServerFacts
 from gateway.replicas.calls import NAMES, Caller, ServerError, mapping, whole
 from gateway.replicas.parity import (
@@ -42,7 +43,6 @@ from gateway.replicas.parity import (
     first_difference,
     shapes_of,
 )
-from gateway.replicas.requests import wrong_count
 from gateway.replicas.servers import find_lifetime
 from gateway.types import EncodedPrompt, Request, TokenPrompt
 

@@ -23,12 +23,13 @@ from gateway.digests import derived_salt
 from gateway.errors import DeadlineError, EngineFailedError, EngineLostError
 from gateway.propagation import Call as TracedCall
 from gateway.propagation import calling
+from gateway.replicas.answers import MAX_EVENT_BYTES, Answer, EventLines, failure
 from gateway.replicas.base import Trust
 from gateway.replicas.calls import NAMES, read_most
 from gateway.replicas.load import RankLoad
 from gateway.replicas.prefix_leases import LeaseBudget
 from gateway.replicas.rendering import Rendering
-from gateway.replicas.requests import MAX_EVENT_BYTES, Answer, Call, EventLines, failure, write
+from gateway.replicas.requests import Call, write
 from gateway.replicas.touching import Joined, LeaseKeeper
 from gateway.replicas.warming import HotPrefixes
 from gateway.storage.redis_calls import RedisCalls

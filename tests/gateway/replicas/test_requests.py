@@ -12,8 +12,9 @@ import pytest
 
 from engine.protocol import Grammar, Namespace, Sampling, SequenceUpdate, TokenLogprobs
 from gateway.errors import BadRequestError, EngineFailedError, EngineLostError, UnsupportedError
+from gateway.replicas.answers import Answer, EventLines, failure
 from gateway.replicas.base import Kind, ServerFacts
-from gateway.replicas.requests import Answer, EventLines, Target, failure, find_refusal, lark_of, takes_salt, write
+from gateway.replicas.requests import Target, find_refusal, lark_of, takes_salt, write
 from gateway.types import Constraint, EncodedPrompt, Request, Tenant, TokenPrompt
 from tests.fakes.pipeline import hello
 
