@@ -159,6 +159,8 @@ INLINE float *result_of(const call_t *call, int row, int tile, int head) {
 #define VECTORS(rows) ((rows) == 1 ? 4 : 2)
 #define TOGETHER 3
 #define BESIDE(rows) 1
+#define WIDE 1
+#define CASES CASE(1) CASE(2) CASE(3)
 #define TARGET
 #define FMA(a, b, c) ((a) * (b) + (c))
 #define LARGER(a, b) SELECT((a) > (b), a, b) /* b, where one is NaN */
@@ -171,6 +173,8 @@ INLINE float *result_of(const call_t *call, int row, int tile, int head) {
 #define VECTORS(rows) ((rows) <= 2 ? 8 : (rows) <= 6 ? 4 : 2)
 #define TOGETHER 6
 #define BESIDE(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#define WIDE 1
+#define CASES CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #define TARGET
 #define FMA(a, b, c) ((floats)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
 #define LARGER(a, b) SELECT((a) > (b), a, b)
@@ -194,6 +198,8 @@ INLINE void transpose_neon(void *rows) {
 #define VECTORS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 2)
 #define TOGETHER 6
 #define BESIDE(rows) ((rows) == 1 ? 4 : (rows) <= 3 ? 2 : 1)
+#define WIDE 1
+#define CASES CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #define TARGET __attribute__((target("avx2,fma")))
 #define FMA(a, b, c) ((floats)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
 #define LARGER(a, b) ((floats)_mm256_max_ps((__m256)(a), (__m256)(b)))
@@ -225,6 +231,8 @@ TARGET INLINE void transpose_avx2(void *rows) {
 #define VECTORS(rows) ((rows) <= 2 ? 8 : (rows) <= 6 ? 4 : 2)
 #define TOGETHER 8
 #define BESIDE(rows) ((rows) <= 4 ? 4 : 2)
+#define WIDE 3
+#define CASES CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #define TARGET __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")))
 #define FMA(a, b, c) ((floats)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #define LARGER(a, b) ((floats)_mm512_max_ps((__m512)(a), (__m512)(b)))
@@ -375,19 +383,20 @@ static void take_pieces(void *given) {
 #define CALL(variant, name, ...) name##_plain(__VA_ARGS__)
 #endif
 
-static int64_t row_blocks(const product_t *p) {
-    int64_t block = NEAR / p->in_features / ROW_BLOCK * ROW_BLOCK;
-    if (block < 2 * ROW_BLOCK) block = 2 * ROW_BLOCK;
-    return (p->num_rows + block - 1) / block;
-}
+static int64_t row_blocks(const product_t *p) { return (p->num_rows + MOST_ROWS - 1) / MOST_ROWS; }
 
-static int64_t panel_blocks(const product_t *p) { return (p->out_features + PANELS * PANEL - 1) / (PANELS * PANEL); }
+static int64_t panels_of(const product_t *p) { return p->num_rows <= MAX_TOGETHER ? PANELS : MANY_PANELS; }
+
+static int64_t all_panels(const product_t *p) { return (p->out_features + PANELS * PANEL - 1) / (PANELS * PANEL) * PANELS; }
+
+static int64_t panel_blocks(const product_t *p) { return (all_panels(p) + panels_of(p) - 1) / panels_of(p); }
 
 static void multiply(const void *call, int64_t number) {
     const product_t *p = call;
-    const int64_t blocks = row_blocks(p), at = panel_blocks(p), block = number / at;
-    CALL(p->variant, multiply, p, p->num_rows * block / blocks, p->num_rows * (block + 1) / blocks,
-         number % at * PANELS * PANEL);
+    const int64_t blocks = row_blocks(p), wide = panel_blocks(p), block = number / wide, first = number % wide * panels_of(p);
+    const int64_t left = all_panels(p) - first;
+    CALL(p->variant, multiply, p, p->num_rows * block / blocks, p->num_rows * (block + 1) / blocks, first * PANEL,
+         left < panels_of(p) ? left : panels_of(p));
 }
 
 /* Fills out. */
@@ -400,13 +409,13 @@ void kvasir_multiply(const product_t *p) {
 
 static void turn(const void *call, int64_t number) {
     const rows_t *c = call;
-    for (int64_t row = number * ROW_BLOCK; row < c->num_rows && row < (number + 1) * ROW_BLOCK; row++)
+    for (int64_t row = number * TURNED_ROWS; row < c->num_rows && row < (number + 1) * TURNED_ROWS; row++)
         CALL(c->variant, turn, c, row);
 }
 
 /* Fills out. */
 void kvasir_turn(const rows_t *c) {
-    pieces_t pieces = {turn, c, 0, (c->num_rows + ROW_BLOCK - 1) / ROW_BLOCK};
+    pieces_t pieces = {turn, c, 0, (c->num_rows + TURNED_ROWS - 1) / TURNED_ROWS};
     if (c->threads > 1 && c->parallel && c->num_rows * c->heads * c->dim >= THREAD_LEAST)
         c->parallel(take_pieces, &pieces, (unsigned)c->threads, 0);
     else take_pieces(&pieces);
@@ -912,6 +921,8 @@ TARGET static void N(attend)(const call_t *call, int64_t number, int64_t num_ite
 #undef VECTORS
 #undef TOGETHER
 #undef BESIDE
+#undef WIDE
+#undef CASES
 #undef TARGET
 #undef FMA
 #undef LARGER

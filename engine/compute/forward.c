@@ -2,18 +2,20 @@
  *
  * Included by attention.c, once for its types and once for each instruction set; called by engine/compute/forward.py. A
  * weight lies in panels of PANEL outputs, (panels, in_features, PANEL), the order in which it is read: few rows read it at
- * the memory's speed, many keep a panel near while a block of rows takes its turn. Each output is one chain of
+ * the memory's speed, many take turns with a part of some panels, which stays near. Each output is one chain of
  * multiplications and additions over in_features, from the first to the last, whatever rows and panels are computed beside
  * it and by however many threads: a row's bits never depend on the batch.
  */
 #ifndef ISA
 
 #define PANEL 16         /* outputs */
-#define PANELS 4         /* that are computed by one thread; their number is a multiple of it */
-#define ROW_BLOCK 24     /* blocks of rows are multiples of it: of TOGETHER of all instruction sets */
-#define NEAR (1 << 16)   /* floats of rows that stay in the second cache */
+#define PANELS 4         /* that few rows are multiplied with by one thread; their number is a multiple of it */
+#define MANY_PANELS 3    /* that many rows are: WIDE of AVX-512 */
+#define MOST_ROWS 240    /* that stay near while panels pass: a multiple of TOGETHER of all instruction sets */
+#define TURNED_ROWS 24   /* that are turned by one thread */
 #define MAX_TOGETHER 8   /* rows of a product */
 #define AHEAD 256        /* floats of a weight that are asked for before they are needed */
+#define DEPTH 128        /* inputs of a panel that are multiplied before other rows take their turn */
 #define THREAD_LEAST (1 << 16) /* numbers below which waking other threads takes longer than the work */
 
 /* What becomes of a product: x, x * sigmoid(x), x * other, x + other, and the second of the fourth. */
@@ -45,23 +47,22 @@ typedef struct {
 
 #else
 
-/* `rows` rows times `panels` panels, which begin at output `at`. Of some groups of rows each asks for its part of the
- * panels that come next: the memory works while the first group waits for nothing. */
-TARGET INLINE void N(multiply_of)(const int rows, const int panels, const product_t *p, int64_t row, int64_t at, int group,
-                                  int groups) {
+/* `rows` rows times `panels` panels, which begin at output `at`, over inputs from .. to - 1. `kept`: the sums of the
+ * inputs before, and for those behind. A group of rows that is alone asks for what of the panels comes next. */
+TARGET INLINE void N(multiply_of)(const int rows, const int panels, const int alone, const product_t *p, int64_t row,
+                                  int64_t at, int64_t from, int64_t to, float *kept) {
     enum { PARTS = PANEL / WIDTH };
     floats sum[MAX_TOGETHER][PANELS * PARTS];
-    const float *weight = p->weight + at * p->in_features, *first = p->rows + row * p->row_stride;
-    const int64_t in = p->in_features, stride = p->row_stride, step = groups == 1 ? PANEL : PANEL / groups;
-    const float *ahead = weight + (groups == 1 ? AHEAD : panels * in * PANEL + group * in * step);
+    const int64_t in = p->in_features, stride = p->row_stride;
+    const float *weight = p->weight + at * in + from * PANEL, *first = p->rows + row * stride;
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
-        for (int v = 0; v < panels * PARTS; v++) sum[r][v] = (floats){0};
-    for (int64_t k = 0; k < in; k++, weight += PANEL, ahead += step) {
+        for (int v = 0; v < panels * PARTS; v++) sum[r][v] = !alone && from ? LOAD(kept + (r * panels * PARTS + v) * WIDTH) : (floats){0};
+    for (int64_t k = from; k < to; k++, weight += PANEL) {
         floats part[PANELS * PARTS];
 #pragma GCC unroll 4
-        for (int i = 0; i < panels; i++) __builtin_prefetch(ahead + i * in * PANEL, 0, 2);
+        for (int i = 0; i < panels && alone; i++) __builtin_prefetch(weight + AHEAD + i * in * PANEL, 0, 2);
 #pragma GCC unroll 16
         for (int v = 0; v < panels * PARTS; v++) part[v] = LOAD(weight + v / PARTS * in * PANEL + v % PARTS * WIDTH);
 #pragma GCC unroll 8
@@ -70,6 +71,13 @@ TARGET INLINE void N(multiply_of)(const int rows, const int panels, const produc
 #pragma GCC unroll 16
             for (int v = 0; v < panels * PARTS; v++) sum[r][v] = FMA(one, part[v], sum[r][v]);
         }
+    }
+    if (!alone && to < in) {
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 16
+            for (int v = 0; v < panels * PARTS; v++) STORE(kept + (r * panels * PARTS + v) * WIDTH, sum[r][v]);
+        return;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -95,24 +103,40 @@ TARGET INLINE void N(multiply_of)(const int rows, const int panels, const produc
         }
 }
 
-/* Rows begin .. end - 1 times PANELS panels that begin at output `at`. */
-TARGET static void N(multiply)(const product_t *p, int64_t begin, int64_t end, int64_t at) {
-    const int64_t groups = (end - begin + TOGETHER - 1) / TOGETHER;
-    for (int64_t group = 0; group < groups; group++) {
-        const int64_t row = begin + (end - begin) * group / groups, next = begin + (end - begin) * (group + 1) / groups;
-        switch (next - row) {
+/* Rows begin .. end - 1 times some panels, which begin at output `at`: PANELS for rows that one product takes. Else groups of
+ * rows take turns with DEPTH inputs of WIDE panels, which stay in the first cache, and each asks for its share of the next. */
+TARGET static void N(multiply)(const product_t *p, int64_t begin, int64_t end, int64_t at, int64_t panels) {
+    const int64_t groups = (end - begin + TOGETHER - 1) / TOGETHER, in = p->in_features, stop = at + panels * PANEL;
+    float kept[MOST_ROWS * WIDE * PANEL];
+    switch (end - begin) {
 #define CASE(n) \
     case n: \
-        for (int i = 0; i < PANELS; i += BESIDE(n)) N(multiply_of)(n, BESIDE(n), p, row, at + i * PANEL, (int)group, (int)groups); \
-        break;
-            CASE(1) CASE(2) CASE(3)
-#if TOGETHER > 3
-            CASE(4) CASE(5) CASE(6)
-#endif
-#if TOGETHER > 6
-            CASE(7) CASE(8)
-#endif
+        for (int i = 0; i < PANELS; i += BESIDE(n)) N(multiply_of)(n, BESIDE(n), 1, p, begin, at + i * PANEL, 0, in, 0); \
+        return;
+        CASES
 #undef CASE
+    }
+    for (int64_t beside = WIDE; at < stop; at += beside * PANEL) {
+        if (beside > (stop - at) / PANEL) beside = (stop - at) / PANEL;
+        for (int64_t from = 0, to; from < in; from = to) {
+            to = from + DEPTH < in ? from + DEPTH : in;
+            const float *next = p->weight + (to < in ? at * in + to * PANEL : (at + beside * PANEL) * in);
+            for (int64_t group = 0, line = 0; group < groups; group++) {
+                const int64_t row = begin + (end - begin) * group / groups, after = begin + (end - begin) * (group + 1) / groups;
+                float *sums = kept + (row - begin) * beside * PANEL;
+                for (; line < (to - from) * (group + 1) / groups; line++)
+                    for (int i = 0; i < beside; i++) __builtin_prefetch(next + line * PANEL + i * in * PANEL, 0, 2);
+                switch (after - row) {
+#define CASE(n) \
+    case n: \
+        if (WIDE == 1 || beside == 1) N(multiply_of)(n, 1, 0, p, row, at, from, to, sums); \
+        else if (beside == 2) N(multiply_of)(n, 2, 0, p, row, at, from, to, sums); \
+        else N(multiply_of)(n, 3, 0, p, row, at, from, to, sums); \
+        break;
+                    CASES
+#undef CASE
+                }
+            }
         }
     }
 }
