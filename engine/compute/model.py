@@ -72,7 +72,7 @@ class LoadedModel:
     context_tokens: int
     vocab_size: int
     eos_ids: tuple[int, ...]
-    tokenizer: TokenizerFiles
+    tokenizer: TokenizerFiles = field(repr=False)
     _: KW_ONLY
     cost: Cost | None = None  # of its steps; None: not known
     quantization: str = ""  # of weights that were quantised here: int8, int4

@@ -54,13 +54,13 @@ def make_model(dtype: torch.dtype) -> Any:
     return model
 
 
-def make_runner(dtype: torch.dtype, threads: int) -> ModelRunner:
+def make_runner(dtype: torch.dtype, threads: int, draft: LoadedModel | None = None) -> ModelRunner:
     shape, forward, is_fused, _ = prepare(make_model(dtype), "bench", CONTEXT)
     files = TokenizerFiles("", None, {}, add_bos=False)
     cpu = torch.device("cpu")
     model = LoadedModel("bench", forward, cpu, dtype, shape, "", CONTEXT, 32_000, (), files, is_fused=is_fused)
     settings = EngineSettings(kv_cache_bytes=256 << 20, block_size=BLOCK_SIZE)
-    return ModelRunner(model, settings, threads=threads)
+    return ModelRunner(model, settings, threads=threads, draft=draft)
 
 
 def random_ids(count: int, seed: int) -> list[int]:

@@ -31,12 +31,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import gguf
 import torch
 import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.bench import llamacpp_setup, vllm_setup
+from tests.fakes.gguf_files import write_gguf
 
 CONTEXT, VOCABULARY = 16_384, 32_000
 DECODE_CONTEXT, DECODE_TOKENS = 128, 64
@@ -72,34 +72,11 @@ def make_model(shape: str, folder: Path) -> None:
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def write_gguf(folder: Path, file: Path, weights: str) -> None:
+def write_peer_file(folder: Path, file: Path, weights: str) -> None:
     """The model of a folder as llama.cpp reads it: matrices as `weights` says, norms and biases in float32."""
     module: Any = Qwen2ForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-    config = module.config
-    writer = gguf.GGUFWriter(file, "qwen2")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(VOCABULARY)
-    writer.add_tokenizer_model("none")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
-    for name, tensor in module.state_dict().items():
-        if name == "lm_head.weight":  # tied
-            continue
-        kind = gguf.GGMLQuantizationType[weights.upper() if tensor.ndim == 2 else "F32"]
-        if name == "model.embed_tokens.weight" and weights.startswith("q"):
-            kind = gguf.GGMLQuantizationType.Q8_0
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(found, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    kind = weights.upper()
+    write_gguf(file, module, {"": kind, "token_embd": "Q8_0" if weights.startswith("q") else kind})
 
 
 class Side:
@@ -216,7 +193,7 @@ def command_of(peer: str, model: Path, folder: Path, arguments: argparse.Namespa
         dtype = {"f32": "float32", "bf16": "bfloat16"}[weights]
         return [str(python), str(ROOT / "tests/bench/vllm_side.py"), "--model", str(model), "--dtype", dtype], variables
     python, file = llamacpp_setup.set_up(arguments.llamacpp_venv), folder / f"{weights}.gguf"
-    write_gguf(model, file, weights)
+    write_peer_file(model, file, weights)
     return [str(python), str(ROOT / "tests/bench/llamacpp_side.py"), "--model", str(file)], {"PYTHONPATH": ""}
 
 

@@ -12,6 +12,9 @@ recorded text is made the likeliest, so that it copies what those who wrote the 
     prose     a book goes on, for one sequence, 8 and 32
     noise     nothing is dictated: what the random model samples at temperature 1
 
+With `--draft` the demo model, an eighth of the size, drafts as well: it knows the book of `prose` nearly by heart, and
+nothing of the rest.
+
 Both sides take turns, text by text. Seconds are CPU seconds of one thread while it decodes; prefills are left out.
 """
 
@@ -32,6 +35,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from engine.compute.model import load_model
 from engine.config import EngineSettings
 from engine.demo import MODEL_DIR
 from engine.pool.blocks import BlockPool
@@ -111,9 +115,9 @@ def prose(data: Path, encode: Any, count: int) -> list[Text]:
 class Side:
     """An engine without its loop, of one way of speculation."""
 
-    def __init__(self, runner: Any, way: str) -> None:
+    def __init__(self, runner: Any, way: str, draft: str | None) -> None:
         self.runner = runner
-        settings = EngineSettings(block_size=BLOCK_SIZE, speculation=way, max_sequences=64)
+        settings = EngineSettings(block_size=BLOCK_SIZE, speculation=way, draft_model=draft, max_sequences=64)
         pool = BlockPool(runner.num_blocks, BLOCK_SIZE)
         namespace = Namespace(weights=way, dtype="float32", kv_dtype="float32", block_size=BLOCK_SIZE)
         scheduler = Scheduler(pool, namespace, settings, context_tokens=CONTEXT, vocab_size=32_000)
@@ -147,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=10)
+    parser.add_argument("--draft", action="store_true", help="the demo model drafts, too")
     parser.add_argument("--only", nargs="*", metavar="TEXT", help="some of the texts")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -167,13 +172,15 @@ def main() -> None:
         ("edits", 8, 0.0, conversations(options.data, encode, 16, again=True)),
         ("prose", 32, 0.0, prose(options.data, encode, 64)),
     ]
-    runner = make_runner(torch.float32, 1)
+    demo = EngineSettings(dtype="float32", max_context_tokens=CONTEXT)
+    runner = make_runner(torch.float32, 1, load_model(demo) if options.draft else None)
     runner._sampler = Dictated()
     print("text      batch   without      with  ratio  median  drafted accepted")
     for name, batch, temperature, texts in cases:
         if options.only and name not in options.only:
             continue
-        sides = {way: Side(runner, way) for way in ("none", "prompt-lookup")}
+        drafts = {"none": None, "prompt-lookup": "demo" if options.draft else None}
+        sides = {way: Side(runner, way, draft) for way, draft in drafts.items()}
         found: dict[str, list[tuple[int, float]]] = {way: [] for way in sides}
         for number in range(0, len(texts) - batch + 1, batch):
             for way in sorted(sides, reverse=bool(number // batch % 2)):
