@@ -85,7 +85,7 @@ def _is_plain(chunk: bytes) -> bool:
 
 def data_of(event: bytes | bytearray) -> bytes:
     """The data of an event, its lines joined."""
-    lines = _LINE_END.split(event)
+    lines = _LINE_END.split(event) if b"\r" in event else event.split(b"\n")  # the pattern is slow
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
 
 

@@ -116,12 +116,11 @@ class _Read:
             if len(self._whole) > MAX_ANSWER_BYTES:
                 raise _lost(self._upstream, "sent an answer that is too long")
             return []
-        if (simple := _SIMPLE.fullmatch(chunk)) and self._events.between:  # one event, as nearly all chunks are
+        if self._events.between and (simple := _SIMPLE.fullmatch(chunk)):  # one event, as nearly all chunks are
             return self._made(self._reader.event, data) if (data := simple[1]) not in _NOTHING else []
         deltas: list[Delta] = []
         for event in self._events.feed(chunk):
-            simple = _SIMPLE.fullmatch(event)
-            if (data := simple[1] if simple else data_of(event)) not in _NOTHING:
+            if (data := data_of(event)) not in _NOTHING:
                 deltas += self._made(self._reader.event, data)
         return deltas
 
