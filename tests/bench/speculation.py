@@ -13,7 +13,7 @@ recorded text is made the likeliest, so that it copies what those who wrote the 
     noise     nothing is dictated: what the random model samples at temperature 1
 
 With `--draft` the demo model, an eighth of the size, drafts as well: it knows the book of `prose` nearly by heart, and
-nothing of the rest.
+nothing of the rest. `noise` is left out then, because its tokens are not in that model's vocabulary.
 
 Both sides take turns, text by text. Seconds are CPU seconds of one thread while it decodes; prefills are left out.
 """
@@ -177,7 +177,7 @@ def main() -> None:
     runner._sampler = Dictated()
     print("text      batch   without      with  ratio  median  drafted accepted")
     for name, batch, temperature, texts in cases:
-        if options.only and name not in options.only:
+        if (options.only and name not in options.only) or (options.draft and temperature):
             continue
         drafts = {"none": None, "prompt-lookup": "demo" if options.draft else None}
         sides = {way: Side(runner, way, draft) for way, draft in drafts.items()}
