@@ -116,7 +116,8 @@ class _Read:
             if len(self._whole) > MAX_ANSWER_BYTES:
                 raise _lost(self._upstream, "sent an answer that is too long")
             return []
-        if self._events.between and (simple := _SIMPLE.fullmatch(chunk)):  # one event, as nearly all chunks are
+        is_short = len(chunk) <= _SIMPLE_BYTES
+        if is_short and self._events.between and (simple := _SIMPLE.fullmatch(chunk)):  # as nearly all chunks are
             return self._made(self._reader.event, data) if (data := simple[1]) not in _NOTHING else []
         deltas: list[Delta] = []
         for event in self._events.feed(chunk):
@@ -167,6 +168,9 @@ class _Read:
 
 _SIMPLE: Final = re.compile(rb"(?:event: [^\r\n]*\n)?data: ([^\r\n]*)\n\n")
 """An event as nearly all are."""
+
+_SIMPLE_BYTES: Final = 1 << 16
+"""Of a chunk that the pattern reads: it takes 6 ns for a byte."""
 
 _NOTHING: Final = (b"", b"[DONE]")
 
