@@ -22,7 +22,7 @@ from engine.leases.claims import Claims
 from engine.protocol import LANES, MIN_TAIL_TOKENS, Lane
 from engine.queues import Queues, Turns
 from engine.sequence import Copy, Counters, Sequence, Status, Step, Work
-from engine.speculation import MODEL_DRAFTS, Drafter, RowCost, choose_count, choose_drafts
+from engine.speculation import LEAST_AHEAD, Candidate, Drafter, ModelDrafts, RowCost, choose_drafts, follow
 from engine.tables import BlockTables
 
 COPY_WAIT_S = 2.0
@@ -51,25 +51,14 @@ class Pace:
         prefilled = sum(work.count for work in step.work if work.is_prefill)
         rows = sum(work.num_rows for work in step.work if not work.is_prefill)
         if not prefilled:
-            self._decode_s[rows.bit_length()] = _follow(self.decode_s(rows), seconds)
+            self._decode_s[rows.bit_length()] = follow(self.decode_s(rows), seconds)
         elif prefilled >= LEAST_TOKENS:
             beside = max(seconds - self.decode_s(rows), seconds / 4)
-            self.token_s = _follow(self.token_s, beside / prefilled)
+            self.token_s = follow(self.token_s, beside / prefilled)
 
     def decode_s(self, rows: int) -> float:
         """Of a step of so many decodes, or of fewer where such a step has not been; 0 where that is not known."""
         return next((self._decode_s[n] for n in range(rows.bit_length(), 0, -1) if n in self._decode_s), 0.0)
-
-
-def _follow(old: float, new: float) -> float:
-    return old * min(2.0, max(0.5, new / old)) ** 0.3 if old else new
-
-
-CATCH_UP_SHARE = 8
-"""The draft model catches up with a sequence if that is at most so many tokens for each that may still be sampled."""
-
-PROBE_TOKENS = 64
-"""Once in so many tokens of a sequence the draft model drafts one, if more are not worth it."""
 
 
 @dataclass(slots=True)
@@ -103,9 +92,7 @@ class Planner:
         self._settings, self._pace = settings, Pace()
         self._turns: dict[Lane, Turns] = {lane: Turns() for lane in LANES}
         self._row_cost = RowCost() if settings.speculation == "prompt-lookup" else None
-        self._has_model = settings.draft_model is not None
-        self._draft_s = 0.0  # seconds of one draft of the draft model, moving average
-        self._follows = False  # in the last step it had little to catch up
+        self._model_drafts = ModelDrafts() if settings.draft_model is not None else None
         self._batch_passed = 0  # steps in a row that the batch lane was not in
         self._waiting_since_s: float | None = None  # the head of a queue for copies, while nothing runs
 
@@ -135,12 +122,13 @@ class Planner:
         self._pace.learn(step, seconds)
         if self._row_cost is None or step.forks or any(work.is_prefill for work in step.work):
             return
-        wanted = [work.wanted for work in step.work]
-        if not any(wanted):
-            self._row_cost.add(step.num_rows, seconds)
-        elif self._follows:
-            seconds -= self._row_cost.line(step.num_rows + sum(wanted))[0]
-            self._draft_s += (max(0.0, seconds) / max(wanted) - self._draft_s) / 8
+        model = self._model_drafts
+        if model is not None and any(work.wanted for work in step.work):
+            model.took(seconds - self._row_cost.line(step.num_rows + model.rows)[0])
+            return
+        self._row_cost.add(step.num_rows, seconds)
+        if model is not None:
+            model.rested(seconds)
 
     def _plan_queue(self, lane: Lane, plan: Plan) -> None:
         self._plan_decodes(lane, plan)
@@ -211,36 +199,34 @@ class Planner:
         for work, (guess, _), count in zip(works, guesses, counts, strict=True):
             if count and (count := self._room_ahead(work.sequence, count, plan)):
                 plan.work[work.sequence] = replace(work, drafts=tuple(guess[:count]))
-        if self._has_model:
-            self._ask_model([work for work in works if not plan.work[work.sequence].drafts], len(decodes), plan, cost)
+        if self._model_drafts is not None and cost.is_known:
+            others = [work for work in works if not plan.work[work.sequence].drafts]
+            self._ask_model(self._model_drafts, others, len(decodes), plan, cost)
 
-    def _ask_model(self, works: list[Work], num_decodes: int, plan: Plan, cost: RowCost) -> None:
-        """What the draft model is to draft, for sequences of which it has little to catch up for what they may win."""
-        asked: list[tuple[Work, Drafter, int]] = []
+    def _ask_model(self, model: ModelDrafts, works: list[Work], num_decodes: int, plan: Plan, cost: RowCost) -> None:
+        """What the draft model is to draft."""
+        asked: list[tuple[Sequence, int]] = []
+        candidates: list[Candidate] = []
         for work in works:
             s = work.sequence
-            left, behind = s.sampling.max_tokens - s.num_generated - 1, s.num_tokens - s.num_followed
-            if left > 0 and s.drafter is not None and behind < CATCH_UP_SHARE * left + MODEL_DRAFTS:
-                asked.append((work, s.drafter, left))
+            left = s.sampling.max_tokens - s.num_generated - 1
+            if left > 0 and s.drafter is not None:
+                asked.append((s, left))
+                ahead = min(left, max(LEAST_AHEAD, s.num_generated))
+                candidates.append(Candidate(s.drafter.followed_chance, s.num_tokens - s.num_followed, ahead))
         if not asked:
             return
-        seconds, row_seconds = cost.line(num_decodes)
-        chances = [drafter.followed_chance for _, drafter, _ in asked]
-        count = choose_count(chances, seconds, row_seconds, self._draft_s, num_decodes - len(asked))
-        self._follows = True
-        for work, _, left in asked:
-            s = work.sequence
-            wanted = min(count, left) or int(s.num_generated % PROBE_TOKENS == 0)
-            if wanted := min(wanted, self._room_ahead(s, wanted, plan)):
-                self._follows &= s.num_tokens - s.num_followed <= MODEL_DRAFTS + 1
-                plan.work[s] = replace(work, wanted=wanted)
+        counts = model.choose(candidates, *cost.line(num_decodes), num_decodes)
+        for (s, left), count in zip(asked, counts, strict=True):
+            if wanted := self._room_ahead(s, min(count, left), plan):
+                plan.work[s] = replace(plan.work[s], wanted=wanted)
 
     def _guess(self, sequence: Sequence) -> tuple[list[int], list[float]]:
         """What a sequence may go on with, and the chance of each token; another one is sampled behind them."""
         left = sequence.sampling.max_tokens - sequence.num_generated - 1
         if left < 1:
             return [], []
-        drafter = sequence.drafter = sequence.drafter or Drafter()
+        drafter = sequence.drafter = sequence.drafter or Drafter(self._model_drafts)
         guess = drafter.guess(sequence)[:left]
         return guess, drafter.chances(len(guess))
 

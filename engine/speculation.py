@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Final
 
 from engine.sequence import Sequence
@@ -25,6 +26,10 @@ INDEXED_AT_ONCE: Final = 4096  # tokens, about a millisecond: a long prompt is i
 CLASSES: Final = (4, 8, 16)  # a match is in the class of how many of these it reaches
 PRIORS: Final = (0.3, 0.5, 0.8, 0.9)  # chance that the token behind a match of each class is right, before it is known
 MODEL_DRAFTS: Final = 8  # of the draft model, in one step
+CATCH_UP: Final = 128  # tokens of one sequence that the draft model computes in one step
+LEAST_AHEAD: Final = 64  # tokens that a sequence is taken to go on for; then as many as it has generated
+PROBE_DRAFTS: Final = 4  # of the draft model, now and then, where drafting is not worth it
+PROBE_SHARE: Final = 0.01  # of the time
 MEMORY: Final = 0.9  # of what was learned, with each token of the same class
 LEAST_CHANCE: Final = 0.05  # of a draft
 
@@ -75,13 +80,15 @@ class PromptLookup:
 class Drafter:
     """What one sequence may go on with, and how often that was right."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: ModelDrafts | None = None) -> None:
+        """`model` knows how often the draft model is right for all sequences, with which this one begins."""
         self._lookup = PromptLookup()
         self._hits = [2 * prior for prior in PRIORS]
         self._tries = [2.0] * len(PRIORS)
         self._guess: list[int] = []  # tokens that may follow the first `_made` ones, after a match of `_length`
         self._made = self._length = 0
-        self.followed_chance = 0.7  # that a draft of the draft model is right, if those before it are
+        self._model = model
+        self.followed_chance = 0.0 if model is None else model.chance
 
     def guess(self, sequence: Sequence) -> list[int]:
         """At most MAX_DRAFTS tokens, none of which ends the sequence. Call it before each step that may draft."""
@@ -112,7 +119,9 @@ class Drafter:
     def followed(self, right: int, count: int) -> None:
         """Of so many drafts of the draft model the first ones were right."""
         for is_right in [True] * right + [False] * (right < count):
-            self.followed_chance = self.followed_chance * MEMORY + is_right * (1 - MEMORY)
+            self.followed_chance += (is_right - self.followed_chance) * (1 - MEMORY)
+            if self._model is not None:
+                self._model.chance += (is_right - self._model.chance) * (1 - MEMORY) / 4
 
     def _learn(self, tokens: array[int]) -> None:
         """Compares the last guess with what came."""
@@ -164,6 +173,11 @@ class RowCost:
         slope = max(0.0, (covered + self.RIDGE * mean_y / mean_x / 4) / (spread + self.RIDGE))
         return max(mean_y + slope * (rows - mean_x), slope * rows), slope
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a step was seen."""
+        return self._n > 0
+
 
 def choose_drafts(chances: Seq[Seq[float]], seconds: float, row_seconds: float, num_decodes: int) -> list[int]:
     """How many drafts each sequence gets, so that the step gives the most tokens for its time.
@@ -183,15 +197,119 @@ def choose_drafts(chances: Seq[Seq[float]], seconds: float, row_seconds: float, 
     return counts
 
 
-def choose_count(chances: Seq[float], seconds: float, row_seconds: float, draft_seconds: float, others: int) -> int:
-    """How many tokens the draft model drafts for each of some sequences, so that the step gives most for its time.
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence that the draft model may draft for.
+
+    chance  that a draft is right if those before it are
+    behind  tokens of it that the draft model has not computed; its last one is always among them
+    ahead   tokens that it may go on for
+    """
+
+    chance: float
+    behind: int
+    ahead: int
+
+    @property
+    def is_late(self) -> bool:
+        """Whether there is more to compute than its last token, and a draft if all were right."""
+        return self.behind > 2
+
+    @property
+    def at_once(self) -> int:
+        """Tokens that are computed of it in one step."""
+        return min(self.behind, CATCH_UP)
+
+    def is_worth(self, token_s: float, saved_s: float) -> bool:
+        """Whether catching up, at so many seconds for a token, costs less than it saves with each token ahead."""
+        return not self.is_late or self.behind * token_s < self.ahead * saved_s
+
+
+class ModelDrafts:
+    """How much the draft model drafts: what it costs and how often it is right is learned from all sequences."""
+
+    def __init__(self) -> None:
+        self.chance = 0.7  # that a draft is right if those before it are
+        self._draft_s = 0.0  # of one draft for all sequences that draft; 0 before there was one
+        self._token_s = 0.0  # of one token that is caught up
+        self._probe_s = 0.0  # that probes may take
+        self.rows = 0  # that the drafts of the last choice add to its step
+        self._caught_up = self._longest = 0  # tokens of late ones in it; drafts of one sequence
+
+    def choose(self, candidates: Seq[Candidate], seconds: float, row_seconds: float, num_decodes: int) -> list[int]:
+        """How many drafts each gets, all the same or none. Late ones are caught up first, where that costs less than
+        their drafts will save, and so many in a step that it takes about double its time.
+
+        seconds      of the step without drafts, which gives a token to each of num_decodes sequences
+        row_seconds  of each draft in it
+        """
+
+        def best(numbers: list[int]) -> tuple[int, float]:
+            chances = [candidates[number].chance for number in numbers]
+            return choose_count(chances, seconds, row_seconds, self._draft_s, num_decodes - len(chances))
+
+        order = worth = sorted(range(len(candidates)), key=lambda number: candidates[number].behind)
+        for _ in range(2):  # fewer share the cost of a draft, so it saves less
+            _, saved_s = best(worth)
+            worth = [n for n in worth if candidates[n].is_worth(self._token_s, saved_s)]
+        late, room = list[int](), max(CATCH_UP, int(seconds / self._token_s)) if self._token_s else CATCH_UP
+        for number in worth:
+            one = candidates[number]
+            if one.is_late and one.at_once <= room:
+                room -= one.at_once
+                late.append(number)
+        chosen = [n for n in worth if not candidates[n].is_late] + late
+        count, _ = best(chosen)
+        if not count and late:
+            chosen, count = late, 1
+        elif not count:
+            first = candidates[order[0]]
+            price_s = first.at_once * self._token_s + PROBE_DRAFTS * (self._draft_s + row_seconds)
+            chosen = order[:1] if price_s <= self._probe_s else []
+            self._probe_s -= price_s * len(chosen)
+            count = PROBE_DRAFTS
+        self._caught_up = sum(candidates[n].at_once for n in chosen if candidates[n].is_late)
+        self.rows = count * sum(candidates[n].behind <= CATCH_UP for n in chosen)
+        self._longest = min(count, self.rows)
+        counts = [0] * len(candidates)
+        for number in chosen:
+            counts[number] = count
+        return counts
+
+    def took(self, seconds: float) -> None:
+        """So long the step that was chosen last took for the draft model."""
+        if self._caught_up:
+            beside = max(seconds - self._longest * self._draft_s, seconds / 4, 0.0)
+            self._token_s = follow(self._token_s, beside / self._caught_up)
+        elif self._longest:
+            self._draft_s = follow(self._draft_s, max(0.0, seconds) / self._longest)
+
+    def rested(self, seconds: float) -> None:
+        """So long a step took in which it did nothing."""
+        self._probe_s = min(1.0, self._probe_s + seconds * PROBE_SHARE)
+
+
+def follow(old: float, new: float) -> float:
+    """A moving average of seconds. What is much longer than expected counts as twice as long."""
+    return old * min(2.0, max(0.5, new / old)) ** 0.3 if old else new
+
+
+def choose_count(
+    chances: Seq[float], seconds: float, row_seconds: float, draft_seconds: float, others: int
+) -> tuple[int, float]:
+    """How many tokens the draft model drafts for each of some sequences, so that the step gives most for its time; and
+    the seconds that each token takes less then.
 
     chances  of each sequence, that a draft is right if those before it are
     seconds  of the step without drafts; draft_seconds those of one draft for all of them; others: its other sequences
     """
-
-    def rate(count: int) -> float:
-        tokens = others + sum(chance**index for chance in chances for index in range(count + 1))
-        return tokens / (seconds + count * (draft_seconds + len(chances) * row_seconds))
-
-    return max(range(MODEL_DRAFTS + 1), key=rate)
+    tokens, right = float(others + len(chances)), list(chances)
+    best, least_s = 0, seconds / tokens
+    without_s = least_s
+    for count in range(1, MODEL_DRAFTS + 1):
+        tokens += sum(right)
+        token_s = (seconds + count * (draft_seconds + len(chances) * row_seconds)) / tokens
+        if token_s < least_s:
+            best, least_s = count, token_s
+        right = [chance * one for chance, one in zip(chances, right, strict=True)]
+    return best, without_s - least_s

@@ -91,6 +91,15 @@ def make_batch(step: Step, block_size: int) -> Batch:
     return Batch(tokens, positions, slots, np.array(asked, np.int64), spans, np.array(scored, np.int64), adapters)
 
 
+def make_rows(rows: list[tuple[int, int, array[int]]], block_size: int) -> Batch:
+    """The arrays of a step of one token for each sequence: the token, its position, and the block table."""
+    tokens = np.array([token for token, _, _ in rows], np.int64)
+    positions = np.array([at for _, at, _ in rows], np.int64)
+    slots = np.array([table[at // block_size] * block_size + at % block_size for _, at, table in rows], np.int64)
+    spans = [Span(row, 1, at, table) for row, (_, at, table) in enumerate(rows)]
+    return Batch(tokens, positions, slots, np.arange(len(rows)), spans, np.empty(0, np.int64))
+
+
 def scored_positions(work: Work) -> range:
     """Positions of a work from which the next token of the prompt is to be scored, and was not before a preemption."""
     sequence = work.sequence

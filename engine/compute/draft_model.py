@@ -1,26 +1,25 @@
 """A second, small model that drafts what sequences may go on with, where their texts have nothing to copy.
 
 Its keys and values lie in a cache of its own, paged by the blocks of the sequences: block n of the pool is block n
-here, too. It is behind: what it has not computed of a sequence is caught up when it is to draft. Its drafts are
-verified like all others, so nothing that it computes, or that its cache holds, changes an answer.
+here, too. It is behind: what it has not computed of a sequence is caught up when it is to draft; drafts that were right
+are computed already. Its drafts are verified like all others, so nothing that it computes, or that its cache holds,
+changes an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
 
 import torch
 
 from engine.compute.attention import StepAttention
-from engine.compute.batch import make_batch
+from engine.compute.batch import Batch, make_batch, make_rows
 from engine.compute.kv_cache import KVCache
 from engine.compute.model import LoadedModel
 from engine.sampling.sampler import highest
 from engine.sequence import Step, Work
-
-CATCH_UP: Final = 256  # tokens of a sequence in one step
+from engine.speculation import CATCH_UP
 
 
 class DraftModel:
@@ -42,19 +41,19 @@ class DraftModel:
             Work(w.sequence, at := w.sequence.num_followed, min(CATCH_UP, w.sequence.num_tokens - at), samples=True)
             for w in wanting
         ]
-        found = self._find(behind, step.unwanted)
+        found = self._find(make_batch(Step(behind), self._block_size), step.unwanted)
         drafts: dict[Work, list[int]] = {}
         for work, part, token in zip(wanting, behind, found, strict=True):
             work.sequence.num_followed = part.start + part.count
             if work.sequence.num_followed == work.sequence.num_tokens:
                 drafts[work] = [token]
-        # 2. Go on with the drafts. The last token is computed again, in place.
+        # 2. Go on with the drafts, a token for each in a pass.
         for count in range(1, max((work.wanted for work in drafts), default=0)):
             going = [w for w, d in drafts.items() if len(d) == count < w.wanted and d[-1] not in w.sequence.end_ids]
             if not going:
                 break
-            parts = [replace(work, wanted=0, drafts=tuple(drafts[work])) for work in going]
-            for work, token in zip(going, self._find(parts, step.unwanted), strict=True):
+            rows = [(drafts[w][-1], w.sequence.num_tokens + count - 1, w.sequence.block_table) for w in going]
+            for work, token in zip(going, self._find(make_rows(rows, self._block_size), step.unwanted), strict=True):
                 drafts[work].append(token)
         works = []
         for work in step.work:
@@ -64,12 +63,9 @@ class DraftModel:
             works.append(replace(work, drafts=tuple(tokens)) if tokens else work)
         return replace(step, work=works)
 
-    def _find(self, works: list[Work], unwanted: Callable[[], bool] | None) -> list[int]:
-        """The likeliest token behind each."""
-        batch, device = make_batch(Step(works), self._block_size), self._model.device
+    def _find(self, batch: Batch, unwanted: Callable[[], bool] | None) -> list[int]:
+        """The likeliest token behind each sequence."""
         tokens, positions, rows = (
-            torch.from_numpy(values).to(device) for values in (batch.tokens, batch.positions, batch.asked)
+            torch.from_numpy(values).to(self._model.device) for values in (batch.tokens, batch.positions, batch.asked)
         )
-        logits = self._model.forward(tokens, positions, StepAttention(self._cache, batch, unwanted), rows)
-        ends = torch.tensor([work.num_asked for work in works]).cumsum(0) - 1
-        return highest(logits[ends])[0]
+        return highest(self._model.forward(tokens, positions, StepAttention(self._cache, batch, unwanted), rows))[0]

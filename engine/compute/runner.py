@@ -184,7 +184,7 @@ class ModelRunner:
         tokens, table = array("I", [0] * (count + 1)), array("i", [0, 1])
         sequence = Sequence("", 0, tokens, count, [], Sampling(max_tokens=1, temperature=0.0), block_table=table)
         self.run(Step([Work(sequence, 0, count, samples=True)], [0, 1]))
-        self.run(Step([Work(sequence, count, 1, samples=True)]))
+        self.run(Step([Work(sequence, count, 1, samples=True, wanted=int(self._draft is not None))]))
         self.cache.zero([0, 1])
 
     def _set_threads(self) -> None:
