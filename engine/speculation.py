@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from engine.sequence import Sequence
@@ -28,6 +29,7 @@ PRIORS: Final = (0.3, 0.5, 0.8, 0.9)  # chance that the token behind a match of 
 MODEL_DRAFTS: Final = 8  # of the draft model, in one step
 CATCH_UP: Final = 128  # tokens of one sequence that the draft model computes in one step
 LEAST_AHEAD: Final = 64  # tokens that a sequence is taken to go on for; then as many as it has generated
+MARGIN: Final = 2  # catching up has to save so many times what it costs: both are estimates
 PROBE_DRAFTS: Final = 4  # of the draft model, now and then, where drafting is not worth it
 PROBE_SHARE: Final = 0.01  # of the time
 MEMORY: Final = 0.9  # of what was learned, with each token of the same class
@@ -221,8 +223,8 @@ class Candidate:
         return min(self.behind, CATCH_UP)
 
     def is_worth(self, token_s: float, saved_s: float) -> bool:
-        """Whether catching up, at so many seconds for a token, costs less than it saves with each token ahead."""
-        return not self.is_late or self.behind * token_s < self.ahead * saved_s
+        """Whether catching up, at so many seconds for a token, pays where each token ahead takes so many less."""
+        return not self.is_late or MARGIN * self.behind * token_s < self.ahead * saved_s
 
 
 class ModelDrafts:
@@ -232,13 +234,13 @@ class ModelDrafts:
         self.chance = 0.7  # that a draft is right if those before it are
         self._draft_s = 0.0  # of one draft for all sequences that draft; 0 before there was one
         self._token_s = 0.0  # of one token that is caught up
-        self._probe_s = 0.0  # that probes may take
+        self._probe_s = inf  # that probes may take: of four steps at first
         self.rows = 0  # that the drafts of the last choice add to its step
         self._caught_up = self._longest = 0  # tokens of late ones in it; drafts of one sequence
 
     def choose(self, candidates: Seq[Candidate], seconds: float, row_seconds: float, num_decodes: int) -> list[int]:
-        """How many drafts each gets, all the same or none. Late ones are caught up first, where that costs less than
-        their drafts will save, and so many in a step that it takes about double its time.
+        """How many drafts each gets, all the same or none. Late ones are caught up first, where that pays, and so many
+        in a step that it takes about double its time.
 
         seconds      of the step without drafts, which gives a token to each of num_decodes sequences
         row_seconds  of each draft in it
@@ -286,7 +288,7 @@ class ModelDrafts:
 
     def rested(self, seconds: float) -> None:
         """So long a step took in which it did nothing."""
-        self._probe_s = min(1.0, self._probe_s + seconds * PROBE_SHARE)
+        self._probe_s = min(4 * seconds, self._probe_s + seconds * PROBE_SHARE)
 
 
 def follow(old: float, new: float) -> float:
