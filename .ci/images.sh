@@ -12,9 +12,9 @@ if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     say "containers are run by root on Debian alone: tests of images are skipped"
     exit 0
 fi
-packages="podman runc netavark aardvark-dns catatonit debootstrap"
+packages="podman runc netavark aardvark-dns catatonit iptables debootstrap"
 # shellcheck disable=SC2086  # one word for each package
-if ! dpkg-query -W $packages >/dev/null 2>&1; then
+if [ "$(dpkg-query -W -f '${db:Status-Status}\n' $packages 2>&1 | sort -u)" != installed ]; then # it may know others
     export -f debian_install say
     if ! timeout 600 bash -c 'debian_install "$@"' bash $packages; then
         say "podman is not there: tests of images are skipped"
