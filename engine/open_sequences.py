@@ -146,7 +146,7 @@ class OpenSequences:
         self._counters.drafted_tokens += len(work.drafts) or work.wanted
         if work.wanted and work.sequence.drafter is not None:
             work.sequence.drafter.followed(len(tokens) - 1, work.wanted)
-            work.sequence.num_followed += min(len(tokens) - 1, work.wanted - 1)  # it went on with these itself
+            work.sequence.follow_end += min(len(tokens) - 1, work.wanted - 1)  # it went on with these itself
         self._counters.accepted_tokens += len(tokens) - 1
         self._counters.decoded_tokens += len(tokens) - 1
         work.sequence.tokens.extend(tokens[:-1])

@@ -22,7 +22,7 @@ from engine.leases.claims import Claims
 from engine.protocol import LANES, MIN_TAIL_TOKENS, Lane
 from engine.queues import Queues, Turns
 from engine.sequence import Copy, Counters, Sequence, Status, Step, Work
-from engine.speculation import LEAST_AHEAD, Candidate, Drafter, ModelDrafts, RowCost, choose_drafts, follow
+from engine.speculation import CATCH_UP, LEAST_AHEAD, Candidate, Drafter, ModelDrafts, RowCost, choose_drafts, follow
 from engine.tables import BlockTables
 
 COPY_WAIT_S = 2.0
@@ -122,13 +122,13 @@ class Planner:
         self._pace.learn(step, seconds)
         if self._row_cost is None or step.forks or any(work.is_prefill for work in step.work):
             return
-        model = self._model_drafts
+        model, rows = self._model_drafts, step.num_rows
         if model is not None and any(work.wanted for work in step.work):
-            model.took(seconds - self._row_cost.line(step.num_rows + model.rows)[0])
-            return
-        self._row_cost.add(step.num_rows, seconds)
-        if model is not None:
+            model.took(step.drafting.seconds)
+            rows += model.rows
+        elif model is not None:
             model.rested(seconds)
+        self._row_cost.add(rows, seconds - step.drafting.seconds)
 
     def _plan_queue(self, lane: Lane, plan: Plan) -> None:
         self._plan_decodes(lane, plan)
@@ -213,7 +213,8 @@ class Planner:
             if left > 0 and s.drafter is not None:
                 asked.append((s, left))
                 ahead = min(left, max(LEAST_AHEAD, s.num_generated))
-                candidates.append(Candidate(s.drafter.followed_chance, s.num_tokens - s.num_followed, ahead))
+                behind = min(s.num_tokens - s.follow_end, CATCH_UP)
+                candidates.append(Candidate(s.drafter.followed_chance, behind, ahead))
         if not asked:
             return
         counts = model.choose(candidates, *cost.line(num_decodes), num_decodes)

@@ -69,7 +69,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its second token, its third, ...
     finish: FinishReason | None = None
     origin: Origin = field(default_factory=Origin)  # of its blocks, for eviction
-    num_followed: int = 0  # leading tokens whose keys and values the draft model has written
+    follow_start: int = 0  # the draft model has written keys and values of tokens[follow_start:follow_end]
+    follow_end: int = 0
     drafter: Drafter | None = None  # what it may go on with; from its second token on
 
     @property
@@ -168,6 +169,13 @@ class Copy:
     count: int
 
 
+@dataclass(slots=True)
+class Drafting:
+    """What the draft model took of a step, which the runner notes."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one pass through the model does: zero, copy, compute, sample. There is work or there are forks: a scheduler
@@ -178,6 +186,7 @@ class Step:
     copies: list[Copy] = field(default_factory=list)
     forks: list[Sequence] = field(default_factory=list)  # that sample from the row of their siblings
     unwanted: Callable[[], bool] | None = None  # asked while it is computed, whether to give it up; None: to its end
+    drafting: Drafting = field(default_factory=Drafting)
 
     @property
     def num_rows(self) -> int:

@@ -27,7 +27,7 @@ INDEXED_AT_ONCE: Final = 4096  # tokens, about a millisecond: a long prompt is i
 CLASSES: Final = (4, 8, 16)  # a match is in the class of how many of these it reaches
 PRIORS: Final = (0.3, 0.5, 0.8, 0.9)  # chance that the token behind a match of each class is right, before it is known
 MODEL_DRAFTS: Final = 8  # of the draft model, in one step
-CATCH_UP: Final = 128  # tokens of one sequence that the draft model computes in one step
+CATCH_UP: Final = 256  # tokens of one sequence that the draft model computes; what is before them is left out
 LEAST_AHEAD: Final = 64  # tokens that a sequence is taken to go on for; then as many as it has generated
 MARGIN: Final = 2  # catching up has to save so many times what it costs: both are estimates
 PROBE_DRAFTS: Final = 4  # of the draft model, now and then, where drafting is not worth it
@@ -204,7 +204,7 @@ class Candidate:
     """A sequence that the draft model may draft for.
 
     chance  that a draft is right if those before it are
-    behind  tokens of it that the draft model has not computed; its last one is always among them
+    behind  tokens of it that the draft model has to compute, at most CATCH_UP; its last one is always among them
     ahead   tokens that it may go on for
     """
 
@@ -216,11 +216,6 @@ class Candidate:
     def is_late(self) -> bool:
         """Whether there is more to compute than its last token, and a draft if all were right."""
         return self.behind > 2
-
-    @property
-    def at_once(self) -> int:
-        """Tokens that are computed of it in one step."""
-        return min(self.behind, CATCH_UP)
 
     def is_worth(self, token_s: float, saved_s: float) -> bool:
         """Whether catching up, at so many seconds for a token, pays where each token ahead takes so many less."""
@@ -257,8 +252,8 @@ class ModelDrafts:
         late, room = list[int](), max(CATCH_UP, int(seconds / self._token_s)) if self._token_s else CATCH_UP
         for number in worth:
             one = candidates[number]
-            if one.is_late and one.at_once <= room:
-                room -= one.at_once
+            if one.is_late and one.behind <= room:
+                room -= one.behind
                 late.append(number)
         chosen = [n for n in worth if not candidates[n].is_late] + late
         count, _ = best(chosen)
@@ -266,25 +261,24 @@ class ModelDrafts:
             chosen, count = late, 1
         elif not count:
             first = candidates[order[0]]
-            price_s = first.at_once * self._token_s + PROBE_DRAFTS * (self._draft_s + row_seconds)
+            price_s = first.behind * self._token_s + PROBE_DRAFTS * (self._draft_s + row_seconds)
             chosen = order[:1] if price_s <= self._probe_s else []
             self._probe_s -= price_s * len(chosen)
             count = PROBE_DRAFTS
-        self._caught_up = sum(candidates[n].at_once for n in chosen if candidates[n].is_late)
-        self.rows = count * sum(candidates[n].behind <= CATCH_UP for n in chosen)
-        self._longest = min(count, self.rows)
+        self._caught_up = sum(candidates[n].behind for n in chosen if candidates[n].is_late)
+        self.rows, self._longest = count * len(chosen), count if chosen else 0
         counts = [0] * len(candidates)
         for number in chosen:
             counts[number] = count
         return counts
 
     def took(self, seconds: float) -> None:
-        """So long the step that was chosen last took for the draft model."""
+        """So long the draft model took for what was chosen last."""
         if self._caught_up:
-            beside = max(seconds - self._longest * self._draft_s, seconds / 4, 0.0)
+            beside = max(seconds - self._longest * self._draft_s, seconds / 4)
             self._token_s = follow(self._token_s, beside / self._caught_up)
         elif self._longest:
-            self._draft_s = follow(self._draft_s, max(0.0, seconds) / self._longest)
+            self._draft_s = follow(self._draft_s, seconds / self._longest)
 
     def rested(self, seconds: float) -> None:
         """So long a step took in which it did nothing."""

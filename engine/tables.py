@@ -163,7 +163,7 @@ class BlockTables:
         if chain.lent and chain.tip is not None:
             self.pool.release([chain.tip])
         sequence.block_table = array("i")
-        sequence.num_computed = sequence.num_registered = sequence.num_followed = 0
+        sequence.num_computed = sequence.num_registered = sequence.follow_start = sequence.follow_end = 0
 
     def quarantine(self, sequence: Sequence) -> int:
         """Numbers of a sequence are not finite: its findable blocks are looked through, and those that are not finite

@@ -175,6 +175,8 @@ def main() -> None:
     demo = EngineSettings(dtype="float32", max_context_tokens=CONTEXT)
     runner = make_runner(torch.float32, 1, load_model(demo) if options.draft else None)
     runner._sampler = Dictated()
+    if runner._draft is not None:
+        runner._draft._cache.data.zero_()  # the system's pages are there, as those that prefills touch
     print("text      batch   without      with  ratio  median  drafted accepted")
     for name, batch, temperature, texts in cases:
         if (options.only and name not in options.only) or (options.draft and temperature):
