@@ -4,7 +4,8 @@
  * weight lies in panels of PANEL outputs, (panels, in_features, PANEL), the order in which it is read: few rows read it at
  * the memory's speed, many take turns with a part of some panels, which stays near. Each output is one chain of
  * multiplications and additions over in_features, from the first to the last, whatever rows and panels are computed beside
- * it and by however many threads: a row's bits never depend on the batch.
+ * it and by however many threads: a row's bits never depend on the batch. A weight whose numbers are all of bfloat16 is
+ * kept in that, which halves what is read and changes no bit.
  */
 #ifndef ISA
 
@@ -14,7 +15,7 @@
 #define MOST_ROWS 240    /* that stay near while panels pass: a multiple of TOGETHER of all instruction sets */
 #define TURNED_ROWS 24   /* that are turned by one thread */
 #define MAX_TOGETHER 8   /* rows of a product */
-#define AHEAD 256        /* floats of a weight that are asked for before they are needed */
+#define AHEAD 1024       /* bytes of a weight that are asked for before they are needed */
 #define DEPTH 128        /* inputs of a panel that are multiplied before other rows take their turn */
 #define THREAD_LEAST (1 << 16) /* numbers below which waking other threads takes longer than the work */
 
@@ -22,14 +23,14 @@
 enum { KEEP, SWISH, MULTIPLY, ADD, ADD_SWISH };
 
 typedef struct {
-    const float *weight; /* (panels, in_features, PANEL), zeros where there are no outputs */
+    const void *weight;  /* (panels, in_features, PANEL) of kind FLOAT32 or BFLOAT16, zeros where there are no outputs */
     const float *bias;   /* (panels * PANEL,), or null */
     const float *rows;   /* (num_rows, in_features), row_stride apart */
     const float *other;  /* (num_rows, out_features), out_stride apart, or null; may be out */
     float *out;          /* (num_rows, out_features), out_stride apart */
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel, or null */
     int64_t num_rows, row_stride, in_features, out_features, out_stride;
-    int32_t then, variant, threads, unused;
+    int32_t then, variant, threads, kind;
 } product_t;
 
 /* Each head of each row is divided by its norm and multiplied with a weight, then turned by its position. */
@@ -47,24 +48,27 @@ typedef struct {
 
 #else
 
-/* `rows` rows times `panels` panels, which begin at output `at`, over inputs from .. to - 1. `kept`: the sums of the
- * inputs before, and for those behind. A group of rows that is alone asks for what of the panels comes next. */
-TARGET INLINE void N(multiply_of)(const int rows, const int panels, const int alone, const product_t *p, int64_t row,
-                                  int64_t at, int64_t from, int64_t to, float *kept) {
+/* `rows` rows times `panels` panels, which begin at output `at`, over inputs from .. to - 1. `panel`: the panels from
+ * there on, `apart` numbers from one to the next. `kept`: the sums of the inputs before, and for those behind. A group of
+ * rows that is alone asks for what of the panels comes next. */
+TARGET INLINE void N(multiply_of)(const int rows, const int panels, const int alone, const int kind, const product_t *p,
+                                  int64_t row, int64_t at, int64_t from, int64_t to, const void *panel, int64_t apart,
+                                  float *kept) {
     enum { PARTS = PANEL / WIDTH };
     floats sum[MAX_TOGETHER][PANELS * PARTS];
-    const int64_t in = p->in_features, stride = p->row_stride;
-    const float *weight = p->weight + at * in + from * PANEL, *first = p->rows + row * stride;
+    const int64_t in = p->in_features, stride = p->row_stride, size = kind == FLOAT32 ? 4 : 2;
+    const char *weight = panel;
+    const float *first = p->rows + row * stride;
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
         for (int v = 0; v < panels * PARTS; v++) sum[r][v] = !alone && from ? LOAD(kept + (r * panels * PARTS + v) * WIDTH) : (floats){0};
-    for (int64_t k = from; k < to; k++, weight += PANEL) {
+    for (int64_t k = from; k < to; k++, weight += PANEL * size) {
         floats part[PANELS * PARTS];
 #pragma GCC unroll 4
-        for (int i = 0; i < panels && alone; i++) __builtin_prefetch(weight + AHEAD + i * in * PANEL, 0, 2);
+        for (int i = 0; i < panels && alone; i++) __builtin_prefetch(weight + AHEAD + i * apart * size, 0, 2);
 #pragma GCC unroll 16
-        for (int v = 0; v < panels * PARTS; v++) part[v] = LOAD(weight + v / PARTS * in * PANEL + v % PARTS * WIDTH);
+        for (int v = 0; v < panels * PARTS; v++) part[v] = N(load)(kind, weight, v / PARTS * apart + v % PARTS * WIDTH);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             floats one = ALL(first[r * stride + k]);
@@ -107,11 +111,15 @@ TARGET INLINE void N(multiply_of)(const int rows, const int panels, const int al
  * rows take turns with DEPTH inputs of WIDE panels, which stay in the first cache, and each asks for its share of the next. */
 TARGET static void N(multiply)(const product_t *p, int64_t begin, int64_t end, int64_t at, int64_t panels) {
     const int64_t groups = (end - begin + TOGETHER - 1) / TOGETHER, in = p->in_features, stop = at + panels * PANEL;
-    float kept[MOST_ROWS * WIDE * PANEL];
+    const int64_t size = p->kind == FLOAT32 ? 4 : 2;
+    const char *weight = p->weight;
+    float near[WIDE * DEPTH * PANEL] __attribute__((aligned(64))), kept[MOST_ROWS * WIDE * PANEL];
     switch (end - begin) {
 #define CASE(n) \
     case n: \
-        for (int i = 0; i < PANELS; i += BESIDE(n)) N(multiply_of)(n, BESIDE(n), 1, p, begin, at + i * PANEL, 0, in, 0); \
+        for (int64_t i = at; i < at + PANELS * PANEL; i += BESIDE(n) * PANEL) \
+            if (p->kind == FLOAT32) N(multiply_of)(n, BESIDE(n), 1, FLOAT32, p, begin, i, 0, in, weight + i * in * size, in * PANEL, 0); \
+            else N(multiply_of)(n, BESIDE(n), 1, BFLOAT16, p, begin, i, 0, in, weight + i * in * size, in * PANEL, 0); \
         return;
         CASES
 #undef CASE
@@ -120,18 +128,26 @@ TARGET static void N(multiply)(const product_t *p, int64_t begin, int64_t end, i
         if (beside > (stop - at) / PANEL) beside = (stop - at) / PANEL;
         for (int64_t from = 0, to; from < in; from = to) {
             to = from + DEPTH < in ? from + DEPTH : in;
-            const float *next = p->weight + (to < in ? at * in + to * PANEL : (at + beside * PANEL) * in);
+            const char *next = weight + (to < in ? at * in + to * PANEL : (at + beside * PANEL) * in) * size;
+            const char *panel = weight + (at * in + from * PANEL) * size;
+            const int64_t apart = p->kind == FLOAT32 ? in * PANEL : DEPTH * PANEL;
+            if (p->kind == BFLOAT16) { /* widened once for all rows */
+                for (int64_t i = 0; i < beside; i++)
+                    for (int64_t j = 0; j < (to - from) * PANEL; j += WIDTH)
+                        STORE(near + i * apart + j, N(load)(BFLOAT16, panel, i * in * PANEL + j));
+                panel = (const char *)near;
+            }
             for (int64_t group = 0, line = 0; group < groups; group++) {
                 const int64_t row = begin + (end - begin) * group / groups, after = begin + (end - begin) * (group + 1) / groups;
                 float *sums = kept + (row - begin) * beside * PANEL;
                 for (; line < (to - from) * (group + 1) / groups; line++)
-                    for (int i = 0; i < beside; i++) __builtin_prefetch(next + line * PANEL + i * in * PANEL, 0, 2);
+                    for (int i = 0; i < beside; i++) __builtin_prefetch(next + (line + i * in) * PANEL * size, 0, 2);
                 switch (after - row) {
 #define CASE(n) \
     case n: \
-        if (WIDE == 1 || beside == 1) N(multiply_of)(n, 1, 0, p, row, at, from, to, sums); \
-        else if (beside == 2) N(multiply_of)(n, 2, 0, p, row, at, from, to, sums); \
-        else N(multiply_of)(n, 3, 0, p, row, at, from, to, sums); \
+        if (WIDE == 1 || beside == 1) N(multiply_of)(n, 1, 0, FLOAT32, p, row, at, from, to, panel, apart, sums); \
+        else if (beside == 2) N(multiply_of)(n, 2, 0, FLOAT32, p, row, at, from, to, panel, apart, sums); \
+        else N(multiply_of)(n, 3, 0, FLOAT32, p, row, at, from, to, panel, apart, sums); \
         break;
                     CASES
 #undef CASE

@@ -78,7 +78,7 @@ class Product(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "bias", "rows", "other", "out", "parallel")),
         *((name, ctypes.c_int64) for name in ("num_rows", "row_stride", "in_features", "out_features")),
         ("out_stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("then", "variant", "threads", "unused")),
+        *((name, ctypes.c_int32) for name in ("then", "variant", "threads", "kind")),
     )
 
 

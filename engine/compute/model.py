@@ -21,11 +21,12 @@ import transformers
 from torch import Tensor, nn
 
 from engine.compute.attention import StepAttention, UnsupportedAttentionError
+from engine.compute.forward import is_compiled
 from engine.compute.fused import fuse
 from engine.compute.gguf_file import GGUFFile
 from engine.compute.int4_folder import check_int4, read_int4
 from engine.compute.kv_cache import STEP_BYTES, CacheShape, free_bytes
-from engine.compute.linear import has_onednn, is_quick, pack
+from engine.compute.linear import has_onednn, is_bfloat16_quicker, is_quick, pack
 from engine.compute.lora import Adapter, Owners, adapter_bytes, attach, read_adapters, wrap
 from engine.compute.machine import collapse, has_cuda
 from engine.compute.model_files import (
@@ -39,7 +40,7 @@ from engine.compute.model_files import (
 )
 from engine.compute.peaks import find_cost
 from engine.compute.probe import compare, observe
-from engine.compute.quantized_layers import assemble, pack_quantized, quantize_layers
+from engine.compute.quantized_layers import Bits, assemble, pack_quantized, quantize_layers
 from engine.config import EngineSettings
 from engine.protocol import HashName, Namespace, TokenizerFiles
 from engine.utilisation import Cost
@@ -52,7 +53,7 @@ Forward = Callable[[Tensor, Tensor, StepAttention, Tensor], Tensor]
 """(tokens, positions, attention, rows) -> logits (len(rows), vocab_size); the first two are (num_tokens,) int64."""
 
 _BITS: Final[dict[str, Literal[8, 4]]] = {"int8": 8, "int4": 4}
-_NUMBER_BYTES: Final = {8: 1.01, 4: 0.76}  # of a weight with its scales
+_NUMBER_BYTES: Final = {16: 2, 8: 1.01, 4: 0.76}  # of a weight with its scales
 _CACHE_ROOM: Final = 2 << 30  # of memory that quantised weights leave for keys and values, or as much as the plain ones
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MODEL_FAILURES: Final = (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, ValueError)
@@ -172,7 +173,7 @@ def load_model(settings: EngineSettings, *, fast: bool = True) -> LoadedModel:
         tokenizer=tokenizer,
         cost=cost,
         is_fused=is_fused,
-        quantization=f"int{bits}" if bits else "",
+        quantization=f"int{bits}" if bits in (8, 4) else "",
         adapters=tuple((one.name, one.fingerprint) for one in adapters),
         warnings=tuple(warnings),
     )
@@ -292,6 +293,8 @@ def _choose_dtype(wanted: str, config: Any, device: torch.device) -> torch.dtype
     if wanted != "auto":
         return _DTYPES[wanted]
     saved = _saved(config)
+    if device.type == "cpu" and _keep_bits(config, torch.float32) and not is_bfloat16_quicker():
+        return torch.float32
     return saved if device.type != "cpu" or (has_onednn() and is_quick(saved)) else torch.float32
 
 
@@ -318,29 +321,40 @@ def _context(settings: EngineSettings, config: Any) -> tuple[int, list[str]]:
     return wanted or longest, warnings
 
 
-def _choose_bits(settings: EngineSettings, folder: Path, config: Any, dtype: torch.dtype) -> Literal[8, 4] | None:
-    """Of each weight; None leaves it as it is. `auto`: the most that fit beside a step and some cache."""
-    plain, free = _needed(folder, config, dtype), free_bytes(torch.device("cpu"), settings.memory_bytes)
+def _choose_bits(settings: EngineSettings, folder: Path, config: Any, dtype: torch.dtype) -> Bits | None:
+    """Of each weight; 16 keeps it in bfloat16, None makes it `dtype`. `auto`: the most that fit beside a step and some
+    cache."""
+    kept = _keep_bits(config, dtype)
+    name = "bfloat16" if kept else _plain(dtype)
+    plain, free = _needed(folder, config, dtype, kept), free_bytes(torch.device("cpu"), settings.memory_bytes)
     if settings.quantize != "auto":
         if chosen := _BITS.get(settings.quantize):
-            sizes = _needed(folder, config, dtype, chosen) / 1e9, plain / 1e9, _plain(dtype)
+            sizes = _needed(folder, config, dtype, chosen) / 1e9, plain / 1e9, name
             log.info("weights in int%d: %.1f GB, in place of %.1f GB in %s (engine.quantize)", chosen, *sizes)
-        return chosen
+        return chosen or kept
     least = STEP_BYTES + min(plain, _CACHE_ROOM)
     if plain + least <= free:
-        return None
+        return kept
     bits: Literal[8, 4] = 8 if _needed(folder, config, dtype, 8) + least <= free else 4
     log.info(
         "weights in int%d: in %s they take %.1f GB, and with a step and a cache %.1f GB are free (engine.quantize)",
         bits,
-        _plain(dtype),
+        name,
         plain / 1e9,
         (free - least) / 1e9,
     )
     return bits
 
 
-def _needed(folder: Path, config: Any, dtype: torch.dtype, bits: Literal[8, 4] | None = None) -> int:
+def _keep_bits(config: Any, dtype: torch.dtype) -> Literal[16] | None:
+    """16 where weights stay in bfloat16 and all else is float32: the numbers are the same, and half as large. Experts
+    are computed by transformers, in one dtype."""
+    has_experts = any("expert" in name for name in config.get_text_config().to_dict())
+    narrow = _saved(config) == torch.bfloat16 and dtype == torch.float32
+    return 16 if narrow and not has_experts and is_compiled(dtype, torch.device("cpu")) else None
+
+
+def _needed(folder: Path, config: Any, dtype: torch.dtype, bits: Bits | None = None) -> int:
     """Bytes of memory for the weights of a folder."""
     number_bytes = dtype.itemsize if bits is None else _NUMBER_BYTES[bits]
     text = config.get_text_config()
@@ -355,7 +369,7 @@ def _check_memory(
     config: Any,
     dtype: torch.dtype,
     device: torch.device,
-    bits: Literal[8, 4] | None,
+    bits: Bits | None,
 ) -> None:
     """Raises ModelError when the weights and a step do not fit into what is free."""
     if isinstance(files, GGUFFile):
@@ -369,9 +383,13 @@ def _check_memory(
     if need + STEP_BYTES > free:
         raise ModelError(
             f"model {settings.model!r} needs {need / 1e9:.1f} GB of memory for its weights in "
-            f"{f'int{bits}' if bits else _plain(dtype)} and {STEP_BYTES / 1e9:.1f} GB for steps; {free / 1e9:.1f} GB "
+            f"{_name_bits(bits, dtype)} and {STEP_BYTES / 1e9:.1f} GB for steps; {free / 1e9:.1f} GB "
             "are free (engine.memory_bytes, the limit of the container, or the machine)"
         )
+
+
+def _name_bits(bits: Bits | None, dtype: torch.dtype) -> str:
+    return _plain(dtype) if bits is None else "bfloat16" if bits == 16 else f"int{bits}"
 
 
 def _load_module(folder: Any, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -1,4 +1,5 @@
-"""Layers of a transformers model whose weights are quantised, and a model that is put together of them.
+"""Layers of a transformers model whose weights are narrower than its numbers: quantised, or bfloat16 in a model that
+computes in float32; and a model that is put together of them.
 
 engine/compute/gguf_file.py and engine/compute/int4_folder.py read files into tensors by transformers' names; `assemble`
 makes a model of these without ever having its weights in floating point. `quantize_layers` quantises any other.
@@ -26,29 +27,34 @@ from engine.compute.quantize import Quantized, QuantizedWeight, dequantize, quan
 _PLACE: Final = re.compile(r"\.(\d+)\.")  # of a decoder layer, in the path of its parts
 LEAST_SIDE: Final = 32  # inputs and outputs of a linear layer that is worth it
 
+Bits = Literal[16, 8, 4]
 Weight = Tensor | Quantized
 Product = PanelWeight | PackedWeight | QuantizedWeight
 
 
 class QuantizedLinear(nn.Module):
-    """Stands where a linear layer stood: computes with the dequantised weight, which proves the model, until `pack`."""
+    """Stands where a linear layer stood: computes with the dequantised weight, which proves the model, until `pack`.
 
-    def __init__(self, quantized: Quantized, bias: Tensor | None, dtype: torch.dtype) -> None:
+    quantized  or a bfloat16 weight
+    """
+
+    def __init__(self, quantized: Weight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.quantized: Any = quantized  # None when it is packed or released
         self.out_features, self.in_features = quantized.shape
         self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)  # models ask it for its dtype
         self.bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-        self._product: QuantizedWeight | None = None
+        self._product: Product | None = None
 
     def pack(self) -> None:
-        """From now on computes with whole numbers, and has nothing else of the weight."""
-        self._product, self.quantized = QuantizedWeight(self.quantized, self.bias), None
+        """From now on computes with the packed weight, and has nothing else of it."""
+        self._product, self.quantized = weight_of(self), None
 
     def forward(self, rows: Tensor) -> Tensor:
         if self._product is not None:
             return self._product(rows)
-        return functional.linear(rows, dequantize(self.quantized).to(rows.dtype), self.bias)
+        weight = self.quantized if isinstance(self.quantized, Tensor) else dequantize(self.quantized)
+        return functional.linear(rows, weight.to(rows.dtype), self.bias)
 
 
 class QuantizedExperts(nn.Module):
@@ -104,13 +110,15 @@ class JoinedWeight:
 def weight_of(*linears: Any) -> Any:
     """The packed or quantised weight of linear layers with the same input, which are one product where they can be."""
     kept = [one.quantized for one in linears if isinstance(one, QuantizedLinear)]
-    kinds = {(q.bits, q.group, q.minima is None, q.rotated) for q in kept}
+    kinds = {None if isinstance(q, Tensor) else (q.bits, q.group, q.minima is None, q.rotated) for q in kept}
     if len(linears) > 1 and (len(kinds) > 1 or len(kept) not in (0, len(linears))):
         return JoinedWeight([weight_of(one) for one in linears])
     biases = [one.bias for one in linears if one.bias is not None]
     bias = torch.cat(biases) if biases else None
     if not kept:
         return pack_weight(torch.cat([one.weight for one in linears]), bias)
+    if isinstance(kept[0], Tensor):
+        return PanelWeight(torch.cat(kept), bias)
     if len(kept) == 1:
         return QuantizedWeight(kept[0], bias)
     values, scales, minima = zip(*((q.values, q.scales, q.minima) for q in kept), strict=True)
@@ -135,19 +143,21 @@ def pack_quantized(module: nn.Module) -> None:
             part.pack()
 
 
-def quantize_layers(module: Any, bits: Literal[8, 4], dtype: torch.dtype) -> None:
+def quantize_layers(module: Any, bits: Bits, dtype: torch.dtype) -> None:
     """Quantises a loaded model layer by layer, in place: linear layers and experts in so many bits; in 8 those of the
-    first and the last decoder layer, which an answer depends on most, and the output layer. All else becomes `dtype`:
-    the table of tokens, norms, and what is too small to matter (gates of experts)."""
+    first and the last decoder layer, which an answer depends on most, and the output layer. With 16 bits linear layers
+    keep their weights, and experts do not. All else becomes `dtype`: the table of tokens, norms, and what is too small
+    to matter (gates of experts)."""
     head, last = module.get_output_embeddings(), module.config.get_text_config().num_hidden_layers - 1
     for path, layer in list(module.named_modules()):
         kind, place = type(layer), _PLACE.search(path)
-        most = 8 if layer is head or (place and int(place[1]) in (0, last)) else bits
+        matters = layer is head or (place and int(place[1]) in (0, last))
+        most: Literal[8, 4] | None = None if bits == 16 else 8 if matters else bits
         made: nn.Module
         if kind in (nn.Linear, Conv1D) and min(layer.weight.shape) >= LEAST_SIDE:
             weight = layer.weight.t() if kind is Conv1D else layer.weight
-            made = QuantizedLinear(quantize(weight, most), layer.bias, dtype)
-        elif _has_experts(layer):
+            made = QuantizedLinear(weight.detach() if most is None else quantize(weight, most), layer.bias, dtype)
+        elif most is not None and _has_experts(layer):
             made = QuantizedExperts(layer, most, dtype)
         else:
             continue

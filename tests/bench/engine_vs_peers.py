@@ -8,11 +8,11 @@ They are asked in turns: prefill of 512, 2,048 and 8,192 tokens; decode of 1, 8 
 them; and 64 requests that share 2,048 tokens, bring 64 of their own and ask for 64. The ratio is the median of the
 rounds' ratios, ours to theirs in tokens per second; a row whose rounds differ too much is measured again.
 
-A peer's weights say what ours are: f32 and bf16 as they are, q8_0 is against our int8 and q4_0 against our int4
-(llama.cpp's embedding, which is its output layer, is q8_0 in both). Peers keep their defaults, and are set up in
-environments of their own at the first run (tests/bench/vllm_setup.py, llamacpp_setup.py). llama.cpp's `shared` is
-measured once, because it takes minutes. On a machine that others use, `--clock cpu` counts the processor time of each
-side instead of the time that passed.
+A peer's weights say what ours are: q8_0 is against our int8 and q4_0 against our int4 (llama.cpp's embedding, which is
+its output layer, is q8_0 in both), f32 float32, and bf16 what `auto` takes here. All numbers of the model are bfloat16,
+as those of most models are. Peers keep their defaults, and are set up in environments of their own at the first run
+(tests/bench/vllm_setup.py, llamacpp_setup.py). llama.cpp's `shared` is measured once, because it takes minutes. On a
+machine that others use, `--clock cpu` counts the processor time of each side instead of the time that passed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import torch
 import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from engine.compute.linear import is_bfloat16_quicker
 from tests.bench import llamacpp_setup, vllm_setup
 from tests.fakes.gguf_files import write_gguf
 
@@ -200,7 +201,8 @@ def command_of(peer: str, model: Path, folder: Path, arguments: argparse.Namespa
 def run_peer(peer: str, model: Path, rows: list[str], arguments: argparse.Namespace, deadline: float) -> None:
     weights = peer.rsplit("-", 1)[1]
     own = [sys.executable, "-m", "tests.bench.kvasir_side", "--model", str(model), "--dtype"]
-    own += ["bfloat16" if weights == "bf16" else "float32", "--quantize", QUANTIZED.get(weights, "none")]
+    own += ["bfloat16" if weights == "bf16" and is_bfloat16_quicker() else "float32"]
+    own += ["--quantize", QUANTIZED.get(weights, "none")]
     folder = model.parent
     log = folder / "log"
     with ExitStack() as stack:

@@ -85,8 +85,11 @@ def test_in_float32_a_row_does_not_depend_on_the_other_rows(shape: tuple[int, in
 
 @pytest.mark.skipif(not is_compiled(torch.float32, CPU), reason="no C compiler")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_instruction_set_multiplies_a_row_alone_as_among_others(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_every_instruction_set_multiplies_a_row_alone_as_among_others(shape: tuple[int, int], is_narrow: bool) -> None:
     weight, bias = make(*shape, torch.float32, bias=True)
+    if is_narrow:
+        weight = weight.bfloat16().float()
     packed, x = PanelWeight(weight, bias), torch.randn(40, shape[1])
     want = functional.silu(functional.linear(x, weight, bias))
     for variant in supported(torch.float32, 1):
@@ -96,6 +99,28 @@ def test_every_instruction_set_multiplies_a_row_alone_as_among_others(shape: tup
         for rows in range(1, 10):
             assert torch.equal(packed.swish(x[7 : 7 + rows]), whole[7 : 7 + rows]), VARIANTS[variant]
     assert packed(torch.full((1, shape[1]), torch.nan)).isnan().all()
+
+
+@pytest.mark.skipif(not is_compiled(torch.float32, CPU), reason="no C compiler")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_weight_of_bfloat16_numbers_takes_half_the_memory_and_changes_no_bit(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = make(*shape, torch.bfloat16, bias=True)
+    narrow, same, x = (
+        PanelWeight(weight.float(), bias.float()),
+        PanelWeight(weight, bias.float()),
+        torch.randn(300, shape[1]),
+    )
+    monkeypatch.setattr("engine.compute.forward.is_narrow", lambda weight: False)
+    wide = PanelWeight(weight.float(), bias.float())
+    assert 2 * narrow._held[0].nbytes == 2 * same._held[0].nbytes == wide._held[0].nbytes
+    for variant in supported(torch.float32, 1):
+        narrow.call.variant = same.call.variant = wide.call.variant = variant
+        for rows in (1, 2, 5, 8, 9, 40, 300):
+            want = wide.swish(x[:rows])
+            assert torch.equal(narrow.swish(x[:rows]), want), (VARIANTS[variant], rows)
+            assert torch.equal(same.swish(x[:rows]), want)
 
 
 def test_pack_replaces_every_linear_layer_and_frees_its_weight() -> None:

@@ -19,9 +19,10 @@ from engine.compute import model_files
 from engine.compute.kv_cache import STEP_BYTES
 from engine.compute.model import LoadedModel, ModelError, load_model, prepare
 from engine.compute.model_files import find_folder, fingerprint_weights
+from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
 from tests.fakes.lora import write_adapter
-from tests.fakes.tiny_models import CONTEXT, KINDS, make_family, make_module
+from tests.fakes.tiny_models import CONTEXT, KINDS, Driver, make_family, make_module, random_ids
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,33 @@ def test_auto_takes_the_most_bits_that_fit(
     assert [line for line in caplog.messages if "engine.quantize" in line] == [
         "weights in int4: 0.0 GB, in place of 0.0 GB in float32 (engine.quantize)"
     ]
+
+
+def test_a_model_of_bfloat16_stays_so_in_float32_and_computes_the_same(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And `auto` computes in bfloat16 only where the processor is quicker at it."""
+    for name, dtype in (("narrow", torch.bfloat16), ("wide", torch.float32)):
+        shutil.copytree(saved, tmp_path / name)
+        make_module("llama").bfloat16().to(dtype).save_pretrained(tmp_path / name)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "narrow")
+    need = [models._needed(tmp_path / "narrow", config, torch.float32, bits) for bits in (16, None)]
+    assert need[0] < 0.75 * need[1]  # the table of tokens is float32
+    wide = load(tmp_path / "wide")
+    for more, is_quicker in (({}, False), ({"amx_bf16": True}, True), ({"cpu_name": "AMD EPYC"}, True)):
+        has = {"architecture": "x86_64", "avx512_bf16": True} | more
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: has, raising=False)
+        monkeypatch.setattr("engine.compute.model.is_quick", lambda dtype: True)
+        narrow = load(tmp_path / "narrow")
+        assert narrow.dtype == (torch.bfloat16 if is_quicker else torch.float32)
+        narrow = load(tmp_path / "narrow", dtype="float32")
+        assert narrow.quantization == ""
+        assert narrow.cost is not None
+        assert wide.cost is not None
+        assert 2 * narrow.cost.row_bytes == wide.cost.row_bytes
+        settings, ids = EngineSettings(kv_cache_bytes=1 << 20, threads=1), random_ids(40, 1)
+        found = [Driver(ModelRunner(one, settings)) for one in (narrow, wide)]
+        assert torch.equal(*(driver.prefill(driver.sequence(ids)) for driver in found))
 
 
 def test_the_fingerprint_does_not_depend_on_where_the_folder_is(saved: Path, tmp_path: Path) -> None:
