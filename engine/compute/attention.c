@@ -15,6 +15,7 @@
 #ifndef WIDTH
 
 #include <math.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -48,6 +48,65 @@ typedef struct {
     int64_t num_rows, layer_bytes, first, last, threads; /* first and last: see kvasir_layers */
 } step_t;
 
+/* Threads that stay together for a step, and look for the next work instead of sleeping: with GOMP alone they are woken and
+ * waited for at each of some sixty products and attentions, which takes longer than the small ones themselves. */
+typedef struct {
+    void (*work)(void *);
+    void *given;
+    int64_t turn;    /* odd while there is work, negative after the last */
+    int64_t working; /* threads that may have taken it */
+    const decoder_t *decoder;
+    const step_t *step;
+    int result;
+} team_t;
+
+static __thread team_t *led; /* by this thread */
+
+static void wait_a_moment(int *times) {
+    if (++*times % 1024 == 0) sched_yield(); /* perhaps another thread needs the processor */
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* A parallel_t for the thread that leads: returns when all have done the work. */
+static void work_together(void (*work)(void *), void *given, unsigned threads, unsigned flags) {
+    team_t *team = led;
+    int times = 0;
+    (void)threads, (void)flags;
+    team->work = work, team->given = given;
+    __atomic_fetch_add(&team->turn, 1, __ATOMIC_SEQ_CST);
+    work(given);
+    __atomic_fetch_add(&team->turn, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&team->working, __ATOMIC_SEQ_CST)) wait_a_moment(&times);
+}
+
+static int run_layers(const decoder_t *d, const step_t *s);
+
+static void join_team(void *given) {
+    team_t *team = given;
+    if (team == led) {
+        team->result = run_layers(team->decoder, team->step);
+        __atomic_store_n(&team->turn, -1, __ATOMIC_SEQ_CST);
+        return;
+    }
+    int times = 0;
+    for (int64_t done = 0;;) {
+        const int64_t turn = __atomic_load_n(&team->turn, __ATOMIC_SEQ_CST);
+        if (turn < 0) return;
+        if (turn % 2 == 0 || turn == done) {
+            wait_a_moment(&times);
+            continue;
+        }
+        __atomic_fetch_add(&team->working, 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&team->turn, __ATOMIC_SEQ_CST) == turn) team->work(team->given); /* else it came too late */
+        __atomic_fetch_sub(&team->working, 1, __ATOMIC_SEQ_CST);
+        done = turn, times = 0;
+    }
+}
+
 static int linear(const decoder_t *d, const step_t *s, const linear_t *l, const float *rows, int64_t num_rows, float *out,
                   int64_t stride, const float *other, int then) {
     for (; l; out += l->outputs, l = l->beside)
@@ -141,7 +200,7 @@ static int attend_layer(const decoder_t *d, const step_t *s, int64_t index) {
 
 /* From gap `first` to gap `last`, with the attentions between them. In gap i layer i - 1 is finished and layer i projected;
  * the first and the last have one of both. Then logits, where they are wanted. Returns DONE, NO_MEMORY or GIVEN_UP. */
-int kvasir_layers(const decoder_t *d, const step_t *s) {
+static int run_layers(const decoder_t *d, const step_t *s) {
     const int64_t parts = (s->num_rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int64_t gap = s->first; gap <= s->last; gap++) {
         for (int64_t part = 0; part < parts; part++) {
@@ -161,4 +220,17 @@ int kvasir_layers(const decoder_t *d, const step_t *s) {
         if (linear(d, s, d->head, s->tile, count, s->logits + row * size, size, 0, KEEP)) return NO_MEMORY;
     }
     return DONE;
+}
+
+/* Runs the layers, with all threads. */
+int kvasir_layers(const decoder_t *d, const step_t *s) {
+    if (s->threads < 2 || !s->parallel) return run_layers(d, s);
+    step_t step = *s;
+    step.parallel = work_together;
+    if (step.attention.parallel) step.attention.parallel = work_together;
+    team_t team = {.decoder = d, .step = &step};
+    led = &team;
+    s->parallel(join_team, &team, (unsigned)s->threads, 0);
+    led = 0;
+    return team.result;
 }

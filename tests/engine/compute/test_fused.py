@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Literal
 
 import pytest
@@ -11,12 +12,13 @@ from torch.nn import functional
 from engine.compute import forward
 from engine.compute.forward import is_compiled, rms_norm, turn
 from engine.compute.fused import fuse
+from engine.compute.model import load_model
 from engine.compute.quantize import quantize
 from engine.compute.quantized_layers import QuantizedLinear, quantize_layers
 from engine.compute.runner import ModelRunner
 from engine.config import EngineSettings
 from engine.protocol import Sampling
-from engine.sequence import Work
+from engine.sequence import Step, StepGivenUp, Work
 from tests.fakes.tiny_models import (
     CONTEXT,
     KINDS,
@@ -79,6 +81,25 @@ def test_weights_of_several_kinds_side_by_side_are_one_call_too() -> None:
     want = driver.prefill(driver.sequence(random_ids(600, 1)))
     model.forward._compiled = compiled
     assert torch.equal(driver.prefill(driver.sequence(random_ids(600, 1))), want)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_threads_stay_together_for_a_step_and_change_no_bit(quantize: Literal["none", "int8"]) -> None:
+    """Also more of them than there are processors, and behind a step that was given up."""
+    settings = EngineSettings(model="demo", dtype="float32", kv_cache_bytes=32 << 20, quantize=quantize)
+    seen = []
+    for threads in (1, 2, 5):
+        driver = Driver(ModelRunner(load_model(settings), settings, threads=threads))
+        one = driver.sequence(random_ids(600, 1), 3)
+        asks = count()
+        with pytest.raises(StepGivenUp):
+            driver.runner.run(Step([Work(one, 0, 600, samples=True)], unwanted=lambda asks=asks: next(asks) == 5))
+        driver.prefill(one, cuts=[570])
+        driver.decode([one], 2)
+        seen.append((driver.logits.clone(), driver.runner.cache.data))
+    for logits, cache in seen[1:]:
+        assert torch.equal(logits, seen[0][0])
+        assert torch.equal(cache, seen[0][1])
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt neox", "phi3", "mixtral", "gemma3"])
