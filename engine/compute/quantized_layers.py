@@ -25,6 +25,7 @@ from engine.compute.model_files import ModelError
 from engine.compute.quantize import Quantized, QuantizedWeight, dequantize, quantize
 
 _PLACE: Final = re.compile(r"\.(\d+)\.")  # of a decoder layer, in the path of its parts
+PART_NUMBERS: Final = 1 << 18  # of a weight that are widened at a time
 LEAST_SIDE: Final = 32  # inputs and outputs of a linear layer that is worth it
 
 Bits = Literal[16, 8, 4]
@@ -53,8 +54,12 @@ class QuantizedLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         if self._product is not None:
             return self._product(rows)
-        weight = self.quantized if isinstance(self.quantized, Tensor) else dequantize(self.quantized)
-        return functional.linear(rows, weight.to(rows.dtype), self.bias)
+        if not isinstance(self.quantized, Tensor):
+            return functional.linear(rows, dequantize(self.quantized).to(rows.dtype), self.bias)
+        # In parts that stay near: the whole in float32 would be memory that the system has to find for every layer.
+        parts = torch.split(self.quantized, max(1, PART_NUMBERS // self.in_features))
+        answer = torch.cat([functional.linear(rows, part.to(rows.dtype)) for part in parts], -1)
+        return answer if self.bias is None else answer + self.bias
 
 
 class QuantizedExperts(nn.Module):
