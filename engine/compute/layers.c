@@ -62,7 +62,7 @@ typedef struct {
 
 static __thread team_t *led; /* by this thread */
 
-static void wait_a_moment(int *times) {
+static void wait_a_moment(unsigned *times) {
     if (++*times % 1024 == 0) sched_yield(); /* perhaps another thread needs the processor */
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -74,7 +74,7 @@ static void wait_a_moment(int *times) {
 /* A parallel_t for the thread that leads: returns when all have done the work. */
 static void work_together(void (*work)(void *), void *given, unsigned threads, unsigned flags) {
     team_t *team = led;
-    int times = 0;
+    unsigned times = 0;
     (void)threads, (void)flags;
     team->work = work, team->given = given;
     __atomic_fetch_add(&team->turn, 1, __ATOMIC_SEQ_CST);
@@ -92,7 +92,7 @@ static void join_team(void *given) {
         __atomic_store_n(&team->turn, -1, __ATOMIC_SEQ_CST);
         return;
     }
-    int times = 0;
+    unsigned times = 0;
     for (int64_t done = 0;;) {
         const int64_t turn = __atomic_load_n(&team->turn, __ATOMIC_SEQ_CST);
         if (turn < 0) return;
