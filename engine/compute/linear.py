@@ -52,14 +52,20 @@ def is_quick(dtype: torch.dtype) -> bool:
     asks = find_operator(_QUICK[dtype]) if dtype in _QUICK else None
     if not (asks and asks()):
         return False
-    has: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    has = _capabilities()
     return has.get("architecture") != "x86_64" or any(has.get(name) for name in _X86[dtype])
+
+
+def _capabilities() -> dict[str, object]:
+    """What torch says of this processor; nothing where it is a torch that does not say."""
+    found: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return found
 
 
 def is_bfloat16_quicker() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32. Intel's avx512_bf16 without AMX does not: float32 with
     weights of bfloat16 is 1.7 to 2.5 times as fast there. AMD's does by its tables, and was not measured."""
-    has: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    has = _capabilities()
     is_amd = bool(has.get("avx512_bf16")) and str(has.get("cpu_name")).startswith("AMD")
     return has.get("architecture") != "x86_64" or bool(has.get("amx_bf16")) or is_amd
 

@@ -293,9 +293,11 @@ def _choose_dtype(wanted: str, config: Any, device: torch.device) -> torch.dtype
     if wanted != "auto":
         return _DTYPES[wanted]
     saved = _saved(config)
-    if device.type == "cpu" and _keep_bits(config, torch.float32) and not is_bfloat16_quicker():
+    if device.type != "cpu":
+        return saved
+    if _keep_bits(config, torch.float32) and not is_bfloat16_quicker():
         return torch.float32
-    return saved if device.type != "cpu" or (has_onednn() and is_quick(saved)) else torch.float32
+    return saved if has_onednn() and is_quick(saved) else torch.float32
 
 
 def _saved(config: Any) -> torch.dtype:

@@ -348,6 +348,19 @@ def test_a_draft_model_changes_no_answer_and_saves_steps_where_it_is_right(tempe
         assert bench.scheduler.counters.preemptions > 0 or num_blocks > 44
 
 
+def test_a_long_prompt_of_which_the_end_is_caught_up_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("engine.compute.draft_model", "engine.speculation"):
+        monkeypatch.setattr(f"{module}.CATCH_UP", 64)
+    bench = make_drafted_bench(3)
+    bench.submit(1, random_ids(90, 5), max_tokens=40, temperature=0.0)
+    bench.finish()
+    plain = make_model_bench(speculation="none")
+    plain.submit(1, random_ids(90, 5), max_tokens=40, temperature=0.0)
+    plain.finish()
+    assert bench.answer(1) == plain.answer(1)
+    assert 0 < bench.scheduler.counters.accepted_tokens < bench.scheduler.counters.drafted_tokens
+
+
 def test_of_a_long_text_the_draft_model_reads_the_end_and_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right drafts are not computed again, wrong ones are overwritten, and what was left out stays left out."""
     monkeypatch.setattr("engine.compute.draft_model.CATCH_UP", 30)
@@ -433,7 +446,7 @@ def test_a_draft_model_never_costs_much_and_wins_where_it_can(
     batch: int, prompt: int, answer: int, row_s: float, right: float, gain: float
 ) -> None:
     sim = Sim(batch, prompt, answer, right, draft_s=0.1, row_s=row_s)
-    steps = [sim.step() for _ in range(1500)]
+    steps = [sim.step() for _ in range(1000)]
     rate = sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
     can_win = batch == 1 or (prompt < 100 and row_s < 0.01)  # else a row or a prompt costs more than it saves
     assert rate * (sim.step_s + sim.row_s * batch) / batch > (gain if can_win else 0.97)
